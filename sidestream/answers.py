@@ -1,0 +1,216 @@
+"""The asking side of a request: messages of the engine become text, logprobs and rows of an `Output`."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from sidestream.messages import Finish, HiddenRows, LogprobRows, Rows, StepOutputs
+from sidestream.output import HiddenStates, Logprobs, Output
+from sidestream.params import OutputPlan, SamplingParams
+from sidestream.text.detokenizer import OutputText
+
+if TYPE_CHECKING:
+    from sidestream.text.tokenizer import Tokenizer
+
+
+class Delta(NamedTuple):
+    """What one step brought for one choice."""
+
+    token: int | None
+    rows: Rows | None
+    finish: Finish | None
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One prompt of a call; its choices share the prompt's rows and logprobs, which the first choice brings."""
+
+    rid: str
+    ids: Sequence[int]
+    sampling: SamplingParams
+    plan: OutputPlan
+    hidden_size: int
+    compute_dtype: str
+    tokenizer: Tokenizer
+    events: queue.SimpleQueue[tuple[Choice, Delta] | BaseException]  # of the call
+    choices: list[Choice] = field(default_factory=list)
+    cached_tokens: int = 0
+
+
+class Choice:
+    """One output of a prompt while it grows."""
+
+    def __init__(self, prompt: Prompt, index: int, key: int) -> None:
+        self.prompt = prompt
+        self.index = index
+        self.key = key
+        self.token_ids: list[int] = []
+        self.rows: list[Rows] = []
+        self.finish: Finish | None = None
+
+    def take(self, delta: Delta) -> None:
+        if delta.token is not None:
+            self.token_ids.append(delta.token)
+        if delta.rows is not None:
+            self.rows.append(delta.rows)
+        self.finish = delta.finish
+
+    def output(self) -> Output:
+        """The finished answer."""
+        assert self.finish is not None
+        text = self._open_text()
+        shown = text.feed(self.token_ids[:-1] if self.finish.stop_token else self.token_ids)
+        shown += text.finish(stop_offset=self.finish.stop_offset)
+        return self._build(shown, self.token_ids, self.prompt_rows() + self.rows, self.finish, first=True)
+
+    def prompt_rows(self) -> list[Rows]:
+        """The prompt's rows, where the first choice computed them for this one."""
+        plan = self.prompt.plan
+        if self.index == 0:
+            return []
+        shared = [part for rows in self.prompt.choices[0].rows if (part := _of_prompt(rows, len(self.prompt.ids))) is not None]
+        if plan.return_hidden_states == "last" and self.prompt.sampling.max_new_tokens > 1:
+            shared = [rows._replace(hidden=None) for rows in shared]  # this choice has a last row of its own
+        return shared
+
+    def _open_text(self) -> OutputText:
+        sampling = self.prompt.sampling
+        return OutputText(
+            self.prompt.tokenizer, self.prompt.ids, stop=tuple(sampling.stop), skip_special_tokens=sampling.skip_special_tokens
+        )
+
+    def _build(self, text: str, tokens: Sequence[int], rows: Sequence[Rows], finish: Finish | None, *, first: bool) -> Output:
+        prompt = self.prompt
+        return Output(
+            text=text,
+            token_ids=list(tokens),
+            finish_reason=finish.reason if finish else None,
+            matched_stop=finish.matched_stop if finish else None,
+            prompt_tokens=len(prompt.ids),
+            completion_tokens=len(self.token_ids),
+            cached_tokens=prompt.cached_tokens,
+            rid=prompt.rid,
+            index=self.index,
+            logprobs=_logprobs(prompt.plan, rows, first) if prompt.plan.return_logprob else None,
+            hidden_states=_hidden_states(prompt, rows) if prompt.plan.return_hidden_states else None,
+            copied_bytes=finish.copied_bytes if finish else None,
+        )
+
+
+class StreamedChoice(Choice):
+    """A choice whose parts are handed out as they come: text that may be shown, with the tokens, logprobs and rows it belongs to."""
+
+    def __init__(self, prompt: Prompt, index: int, key: int) -> None:
+        super().__init__(prompt, index, key)
+        self._text = self._open_text()
+        self._sent_tokens = 0
+        self._unsent: list[Rows] = []
+        self._started = False
+
+    def part(self, delta: Delta) -> Output | None:
+        """Take one step; the new part of the answer if there is anything to show."""
+        self.take(delta)
+        if delta.rows is not None:
+            self._unsent.append(delta.rows)
+        finish, text = delta.finish, ""
+        if delta.token is not None and not (finish and finish.stop_token):
+            text = self._text.feed((delta.token,))
+        if finish:
+            text += self._text.finish(stop_offset=finish.stop_offset)
+        released = len(self.token_ids) - (0 if finish else self._text.held_tokens)
+        if not finish and released <= self._sent_tokens:
+            return None
+        tokens, self._sent_tokens = self.token_ids[self._sent_tokens : released], released
+        first, self._started = not self._started, True
+        rows = self._release(None if finish else len(self.prompt.ids) + released, first)
+        return self._build(text, tokens, rows, finish, first=first)
+
+    def _release(self, before: int | None, first: bool) -> list[Rows]:
+        """Rows of the tokens released, those before position `before`; the first part of a later choice brings the prompt's rows."""
+        released = self.prompt_rows() if first else []
+        while self._unsent and (before is None or _position_after(self._unsent[0]) <= before):
+            released.append(self._unsent.pop(0))
+        return released
+
+
+def _position_after(rows: Rows) -> int:
+    """The position behind the last token that a step's rows belong to."""
+    if rows.output_logprobs is not None:
+        return rows.output_logprobs.position + len(rows.output_logprobs.chosen)
+    if rows.hidden is not None:
+        return rows.hidden.position + rows.hidden.shape[0] + 1  # the row at p came with token p+1
+    return 0
+
+
+def _of_prompt(rows: Rows, prompt_len: int) -> Rows | None:
+    """The part of the first choice's rows that belongs to the prompt."""
+    hidden = rows.hidden if rows.hidden is not None and rows.hidden.position < prompt_len else None
+    if hidden is None and rows.input_logprobs is None:
+        return None
+    return Rows(input_logprobs=rows.input_logprobs, hidden=hidden)
+
+
+def _logprobs(plan: OutputPlan, rows: Sequence[Rows], first: bool) -> Logprobs:
+    inputs = [part.input_logprobs for part in rows if part.input_logprobs is not None]
+    outputs = [part.output_logprobs for part in rows if part.output_logprobs is not None]
+    # Position 0 has no logprob: nothing came before it.
+    nothing: list[None] = [None] if first and plan.logprob_start == 0 else []
+    top, ids = plan.top_logprobs_num, plan.token_ids_logprob
+    return Logprobs(
+        input=[*nothing, *_chosen(inputs)],
+        output=_chosen(outputs),
+        input_top=[*nothing, *_top(inputs)] if top else [],
+        output_top=_top(outputs) if top else [],
+        input_ids=[*nothing, *_asked(inputs, ids)] if ids else [],
+        output_ids=_asked(outputs, ids) if ids else [],
+    )
+
+
+def _chosen(parts: Sequence[LogprobRows]) -> list[float]:
+    return [value for part in parts for value in part.chosen.tolist()]
+
+
+def _top(parts: Sequence[LogprobRows]) -> list[list[tuple[float, int]]]:
+    rows = []
+    for part in parts:
+        assert part.top_values is not None and part.top_ids is not None
+        rows += [list(zip(v, i, strict=True)) for v, i in zip(part.top_values.tolist(), part.top_ids.tolist(), strict=True)]
+    return rows
+
+
+def _asked(parts: Sequence[LogprobRows], ids: Sequence[int]) -> list[list[tuple[float, int]]]:
+    rows = []
+    for part in parts:
+        assert part.id_values is not None
+        rows += [list(zip(values, ids, strict=True)) for values in part.id_values.tolist()]
+    return rows
+
+
+def _hidden_states(prompt: Prompt, rows: Sequence[Rows]) -> HiddenStates:
+    import torch
+
+    parts: list[HiddenRows] = [part.hidden for part in rows if part.hidden is not None]
+    plan = prompt.plan
+    name = plan.hidden_states_dtype if plan.hidden_states_dtype != "model" else prompt.compute_dtype
+    dtype, shape = getattr(torch, name), (sum(part.shape[0] for part in parts), len(plan.layers), prompt.hidden_size)
+    if parts:
+        tensor = torch.from_numpy(np.concatenate([part.data for part in parts])).view(dtype).view(shape)
+    else:
+        tensor = torch.empty(shape, dtype=dtype)
+    positions = [part.position + i for part in parts for i in range(part.shape[0])]
+    return HiddenStates(tensor, positions, plan.requested_layers)
+
+
+def deltas(step: StepOutputs) -> dict[int, Delta]:
+    """The step's news by key."""
+    news = {key: Delta(token, None, None) for key, token in zip(step.keys, step.tokens, strict=True)}
+    for key, rows in step.rows.items():
+        news[key] = news.get(key, Delta(None, None, None))._replace(rows=rows)
+    for key, finish in step.finished.items():
+        news[key] = news.get(key, Delta(None, None, None))._replace(finish=finish)
+    return news

@@ -1,0 +1,215 @@
+"""Where an engine is put together: model, memory, streams and loop, with the text side's matchers injected."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sidestream import __version__
+from sidestream.config import EngineConfig
+from sidestream.engine.copies import ALIGNMENT, Arena, Copies, Ledger
+from sidestream.engine.loop import EngineLoop, Factories, Limits
+from sidestream.engine.memory import DeviceMemory
+from sidestream.engine.pages import PagePool
+from sidestream.engine.radix import RadixCache
+from sidestream.engine.request import Constraint, StopMatcher
+from sidestream.engine.runner import Runner
+from sidestream.engine.scheduler import Scheduler
+from sidestream.engine.sizing import KVSize, size_kv_cache
+from sidestream.engine.streams import Streams, open_streams
+from sidestream.errors import ConfigError
+from sidestream.messages import Outbound, Submit
+from sidestream.models.decoder import Decoder
+from sidestream.models.loader import LoadedModel, load_model
+from sidestream.models.spec import DecoderSpec
+from sidestream.text.chat_template import ChatTemplate
+from sidestream.text.stop import StopStringMatcher
+from sidestream.text.tokenizer import Tokenizer
+
+log = logging.getLogger("sidestream")
+
+DEFAULT_RUNNING = 256
+DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens per step; a step of this many still ends soon enough for those who decode
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """An engine that is ready to run, and what its users need to talk to it."""
+
+    loop: EngineLoop
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    spec: DecoderSpec
+    limits: Limits
+    dtype: torch.dtype
+    max_running: int
+    arena_bytes: int
+    model_name: str
+
+
+def assemble(
+    config: EngineConfig,
+    emit: Callable[[Outbound], None],
+    *,
+    streams: Streams | None = None,
+    constraint: Callable[[Submit], Constraint | None] = lambda _: None,
+) -> Assembled:
+    """Load the model and build the engine. Raises ModelError or ConfigError."""
+    device = pick_device(config.device)
+    dtype = pick_dtype(config.dtype, device)
+    threads = config.threads or torch.get_num_threads()
+    streams = streams or open_streams(device, threads)
+    log.info(
+        "sidestream %s · python %s · torch %s · %s", __version__, platform.python_version(), torch.__version__, describe(device, threads)
+    )
+    try:
+        return streams.compute.launch(_build, config, emit, streams, constraint, device, dtype).result()
+    except BaseException:
+        streams.close()
+        raise
+
+
+def _build(
+    config: EngineConfig,
+    emit: Callable[[Outbound], None],
+    streams: Streams,
+    constraint: Callable[[Submit], Constraint | None],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Assembled:
+    """Runs on the compute stream: whatever touches torch kernels does."""
+    started = time.perf_counter()
+    model = load_model(config.model, dtype=dtype, device=device)
+    spec = model.spec
+    size = size_kv_cache(
+        config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=sum(w.nbytes for w in model.weights.values())
+    )
+    _log_model(model, dtype, size, config, time.perf_counter() - started)
+    tokenizer = _tokenizer(model, config)
+    running = config.max_running_requests or DEFAULT_RUNNING
+    chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
+
+    decoder = Decoder(spec, model.weights, context=size.context)
+    memory = DeviceMemory(
+        spec, num_pages=size.num_pages, page_size=size.page_size, slots=running, context=size.context, dtype=dtype, device=device
+    )
+    pool = PagePool(size.num_pages, size.page_size)
+    if streams.poison:
+        pool.on_free = lambda pages: _ignore(streams.compute.launch(memory.poison, pages))
+    # Each tensor starts on a line of its own, so a step of many small ones needs a little more than its bytes.
+    block = max(config.arena_memory, 4 * running) + ALIGNMENT * (running + 16)
+    arena = Arena(block, pinned=device.type == "cuda", poison=streams.poison)
+    copies = Copies(streams.compute, streams.side, arena, Ledger(), hidden_size=spec.hidden_size, itemsize=dtype.itemsize)
+    scheduler = Scheduler(
+        pool,
+        RadixCache(pool, enabled=not config.disable_radix_cache),
+        slots=running,
+        chunk=chunk,
+        arena_bytes=max(config.arena_memory, 4 * running),
+        hidden_size=spec.hidden_size,
+        itemsize=dtype.itemsize,
+        longest_prefix_first=config.schedule_policy == "lpm",
+    )
+    limits = Limits(size.context, spec.vocab_size, frozenset(model.eos_token_ids))
+
+    def stop_matcher(message: Submit) -> StopMatcher | None:
+        sampling = message.sampling
+        if not sampling.stop:
+            return None
+        return StopStringMatcher(
+            tokenizer,
+            message.prompt.tolist(),
+            tuple(sampling.stop),
+            skip_special_tokens=sampling.skip_special_tokens,
+            min_new_tokens=sampling.min_new_tokens,
+        )
+
+    loop = EngineLoop(
+        scheduler,
+        Runner(decoder, memory, streams, copies),
+        copies,
+        limits,
+        Factories(stop_matcher, constraint),
+        emit=emit,
+        overlap=pick_overlap(config.overlap, device),
+    )
+    template = ChatTemplate(
+        model.chat_template, bos_token=_token(tokenizer, model.bos_token_id), eos_token=_token(tokenizer, _first(model.eos_token_ids))
+    )
+    return Assembled(loop, tokenizer, template, spec, limits, dtype, running, config.arena_memory, model.name)
+
+
+def pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: got cuda, but this torch finds no CUDA device", hint="Use --device cpu, or install a CUDA build of torch.")
+    return torch.device(name)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the processor has dot products of it, else float32."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    return torch.bfloat16 if device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def pick_overlap(overlap: bool | None, device: torch.device) -> bool:
+    """On a CPU host and device share the cores: measured (`benchmarks/overlap.py`), it gains nothing there until the forward is native."""
+    return device.type == "cuda" if overlap is None else overlap
+
+
+def describe(device: torch.device, threads: int) -> str:
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"cpu ({threads} threads, {torch.backends.cpu.get_cpu_capability()})"
+
+
+def _tokenizer(model: LoadedModel, config: EngineConfig) -> Tokenizer:
+    source = model.tokenizer
+    if config.tokenizer is not None:
+        from sidestream.models.loader import tokenizer_source
+
+        source = tokenizer_source(config.tokenizer)
+    return Tokenizer.from_source(
+        source, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos
+    )
+
+
+def _token(tokenizer: Tokenizer, id: int | None) -> str:
+    return "" if id is None else tokenizer.token_text(id)
+
+
+def _first(ids: tuple[int, ...]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _ignore(_: Any) -> None:
+    """The result of launched work nobody waits for."""
+
+
+def _log_model(model: LoadedModel, dtype: torch.dtype, size: KVSize, config: EngineConfig, seconds: float) -> None:
+    spec = model.spec
+    log.info(
+        "model   %s · %s as %s · %.0fM parameters · %.0f MB · context %s · loaded in %.1f s",
+        model.name,
+        model.format,
+        str(dtype).removeprefix("torch."),
+        spec.num_parameters / 1e6,
+        model.file_bytes / 1e6,
+        f"{size.context:,}",
+        seconds,
+    )
+    log.info("kv      %s, radix cache %s", size, "off" if config.disable_radix_cache else "on")
+    if size.context < (config.context_length or spec.max_position):
+        log.warning(
+            "context shrunk from %s to %s tokens: the KV cache holds no more; give it more with --kv-memory or --kv-tokens",
+            f"{config.context_length or spec.max_position:,}",
+            f"{size.context:,}",
+        )

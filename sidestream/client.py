@@ -1,0 +1,426 @@
+"""`Engine`: the public class. Validates and tokenizes requests, hands them to the engine loop, and makes outputs of what comes back."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import secrets
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+
+from sidestream.answers import Choice, Delta, Prompt, StreamedChoice, deltas
+from sidestream.assemble import Assembled, assemble
+from sidestream.config import EngineConfig
+from sidestream.engine.loop import EngineLoop
+from sidestream.engine.outputs import row_bytes
+from sidestream.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull
+from sidestream.messages import Abort, Call, EngineFailed, Outbound, StepOutputs, Stop, Submit
+from sidestream.observe.progress import Progress, open_progress
+from sidestream.output import Output
+from sidestream.params import OutputParams, SamplingParams, outputs_per_prompt, per_prompt
+
+PromptLike = str | Sequence[int]
+Event = tuple[Choice, Delta] | BaseException
+
+
+class Engine:
+    """An inference engine in this process. Safe to use from several threads; close it, or use it as a context manager.
+
+    Options are those of `EngineConfig` (docs/options.md); raises ConfigError or ModelError when it cannot start.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = EngineConfig.from_env(model, **options)
+        self._outbox: queue.SimpleQueue[Outbound | None] = queue.SimpleQueue()
+        self._choices: dict[int, Choice] = {}  # open ones, by key
+        self._rids: set[str] = set()
+        self._keys = itertools.count(1)
+        self._lock = threading.Lock()
+        self._failure: BaseException | None = None
+        self._parts = self._assemble()
+        limit = self._parts.max_running + self.config.max_queued_requests
+        self._places = threading.BoundedSemaphore(limit)
+        self._place_limit = limit
+        self._threads = [
+            threading.Thread(target=self._parts.loop.run, name="sidestream-engine", daemon=True),
+            threading.Thread(target=self._receive, name="sidestream-receive", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._closer = weakref.finalize(self, _close, self._parts.loop, self._outbox, self._threads)
+
+    def _assemble(self) -> Assembled:
+        return assemble(self.config, self._outbox.put)
+
+    # Asking
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rid: str | Sequence[str] | None = None,
+        progress: bool | None = None,
+        **outputs: Any,
+    ) -> Output | list[Output]:
+        """Answer one prompt or many. A prompt is text or token ids; `outputs` are the keywords of `OutputParams`.
+
+        One prompt gives one Output (a list if `n > 1`), a list of prompts a list, `n` outputs per prompt in order. Every keyword takes one
+        value or a list with one per prompt. `progress` shows a bar (default: for many prompts on a terminal).
+        Raises InvalidRequest before anything is queued, EngineDead if the engine stops.
+        """
+        many = not _is_one_prompt(prompts)
+        listed = list(cast("Sequence[PromptLike]", prompts)) if many else [cast(PromptLike, prompts)]
+        answers = self._answer([self._encode(prompt) for prompt in listed], sampling_params, rid, progress, outputs)
+        return answers if many or len(answers) != 1 else answers[0]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        rid: str | Sequence[str] | None = None,
+        progress: bool | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **outputs: Any,
+    ) -> Output | list[Output]:
+        """Like `generate`, for conversations: a list of messages with `role` and `content`, or a list of such lists."""
+        many = bool(messages) and isinstance(messages[0], (list, tuple))
+        listed: Sequence[Any] = messages if many else [messages]
+        ids = [self.encode_chat(conversation, **(chat_template_kwargs or {})) for conversation in listed]
+        answers = self._answer(ids, sampling_params, rid, progress, outputs)
+        return answers if many or len(answers) != 1 else answers[0]
+
+    def stream(
+        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, *, rid: str | None = None, **outputs: Any
+    ) -> Iterator[Output]:
+        """Answer one prompt in parts: each Output holds only what is new, `finish_reason` is set in the last part of each `index`.
+
+        The request is checked and queued now; it is aborted when the iterator is closed early. Raises QueueFull if the queue is.
+        """
+        prepared = self._prepare([self._encode(prompt)], sampling_params, rid, outputs, streaming=True)[0]
+        if not self._take_place(blocking=False):
+            raise QueueFull(f"{self._place_limit} requests are running or waiting", hint="Try again later, or raise --max-queued-requests.")
+        self._submit(prepared)
+        return self._parts_of(prepared)
+
+    def _parts_of(self, prompt: Prompt) -> Iterator[Output]:
+        unfinished = len(prompt.choices)
+        try:
+            while unfinished:
+                choice, delta = self._next(prompt.events)
+                unfinished -= delta.finish is not None
+                assert isinstance(choice, StreamedChoice)
+                part = choice.part(delta)
+                if part is not None:
+                    yield part
+        finally:
+            if unfinished:
+                self._parts.loop.inbox.put(Abort(prompt.rid))
+
+    def abort(self, rid: str) -> None:
+        """End a request; what was computed for it is returned with `finish_reason="abort"`. Unknown ids are ignored."""
+        self._parts.loop.inbox.put(Abort(rid))
+
+    def flush_cache(self) -> int:
+        """Drop the cached prefixes that no running request uses. Returns the number of tokens dropped."""
+        return cast(int, self._ask(lambda loop: loop.flush_cache()))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine, taken between two steps (docs/outputs.md, The ledger)."""
+        return cast("dict[str, Any]", self._ask(lambda loop: loop.stats()))
+
+    def check(self) -> None:
+        """Verify that every page is free, cached or owned, exactly once. Raises AssertionError."""
+        self._ask(lambda loop: loop.check())
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._parts.tokenizer
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self._parts.limits.context
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """Token ids of a conversation by the model's chat template."""
+        return self._parts.tokenizer.encode_chat(self._parts.chat_template.render(messages, **kwargs))
+
+    def close(self) -> None:
+        """Abort what is open and end the engine's threads. Idempotent."""
+        self._failure = self._failure or EngineDead("the engine is closed")
+        self._closer()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # From keywords to requests
+
+    def _encode(self, prompt: PromptLike) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self._parts.tokenizer.encode(prompt)
+        else:
+            ids = _token_ids(prompt)
+            limit = self._parts.spec.vocab_size
+            for token in ids:
+                if not 0 <= token < limit:
+                    raise InvalidRequest("prompt", f"got token id {token}, must be between 0 and {limit - 1} (the vocabulary)")
+        if not ids:
+            raise InvalidRequest("prompt", "got an empty prompt, must have at least one token")
+        return ids
+
+    def _prepare(
+        self, ids: list[list[int]], sampling_params: Any, rid: Any, outputs: Mapping[str, Any], *, streaming: bool
+    ) -> list[Prompt]:
+        """Check everything before anything is queued."""
+        parts, count = self._parts, len(ids)
+        samplings = per_prompt("sampling_params", sampling_params if sampling_params is not None else SamplingParams(), count)
+        rids = per_prompt("rid", rid, count)
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        prompts = []
+        for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
+            if not isinstance(sampling, SamplingParams):
+                raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
+            sampling.check(vocab_size=parts.spec.vocab_size, eos_token_ids=parts.limits.eos_token_ids)
+            self._check_length(len(tokens), sampling)
+            plan = wanted.check(vocab_size=parts.spec.vocab_size, num_layers=parts.spec.num_layers, prompt_len=len(tokens))
+            prompt = Prompt(
+                rid=_checked_rid(name),
+                ids=tokens,
+                sampling=sampling,
+                plan=plan,
+                hidden_size=parts.spec.hidden_size,
+                compute_dtype=str(parts.dtype).removeprefix("torch."),
+                tokenizer=parts.tokenizer,
+                events=events,
+            )
+            self._check_bytes(prompt, wanted)
+            kind = StreamedChoice if streaming else Choice
+            prompt.choices = [kind(prompt, index, next(self._keys)) for index in range(sampling.n)]
+            prompts.append(prompt)
+        return prompts
+
+    def _check_length(self, count: int, sampling: SamplingParams) -> None:
+        context = self._parts.limits.context
+        if count > context or (count == context and sampling.max_new_tokens > 0):
+            asked = f"{sampling.max_new_tokens} tokens of output" if count == context else "the output"
+            raise ContextLengthExceeded(
+                "prompt",
+                f"This model's maximum context length is {context} tokens. However, the prompt has {count} tokens, which leaves no room "
+                f"for {asked}.",
+                hint="Shorten the prompt.",
+            )
+
+    def _check_bytes(self, prompt: Prompt, wanted: OutputParams) -> None:
+        parts, plan = self._parts, prompt.plan
+        row = row_bytes(plan, parts.spec.hidden_size, parts.dtype.itemsize)
+        field = "hidden_states_layers" if row.hidden else "token_ids_logprob"
+        smallest = 4 + row.hidden + 2 * row.logprob
+        if smallest > parts.arena_bytes:
+            raise InvalidRequest(
+                field, f"one row needs {smallest} bytes, must be at most {parts.arena_bytes} (--arena-memory)", hint="Ask for fewer layers."
+            )
+        length = len(prompt.ids)
+        new = min(prompt.sampling.max_new_tokens, parts.limits.context - length)
+        rows = 1 if plan.return_hidden_states == "last" else max(0, length + max(new, 1) - 1 - plan.hidden_start)
+        inputs = length - plan.logprob_start if plan.logprob_start is not None else 0
+        total = rows * row.hidden * prompt.sampling.n + (inputs + new * prompt.sampling.n) * row.logprob
+        if total > self.config.max_output_bytes:
+            field = "return_hidden_states" if row.hidden else "return_logprob"
+            raise InvalidRequest(
+                field,
+                f"the outputs may take {total} bytes, must be at most {self.config.max_output_bytes} (--max-output-bytes)",
+                hint="Ask for fewer layers or positions, or lower max_new_tokens.",
+            )
+
+    # From requests to answers
+
+    def _answer(
+        self, ids: list[list[int]], sampling_params: Any, rid: Any, progress: bool | None, outputs: Mapping[str, Any]
+    ) -> list[Output]:
+        if not ids:
+            return []
+        prompts = self._prepare(ids, sampling_params, rid, outputs, streaming=False)
+        answers: dict[int, Output] = {}
+        total = sum(len(prompt.choices) for prompt in prompts)
+        submitted = 0
+        try:
+            with open_progress(progress, total) as bar:
+                while len(answers) < total:
+                    # Feed the queue as far as there is room; wait for a place only when nothing of this call is under way.
+                    while submitted < len(prompts) and self._take_place(blocking=submitted == 0 or self._idle(prompts[:submitted], answers)):
+                        self._submit(prompts[submitted])
+                        submitted += 1
+                    self._collect(prompts[0].events, answers, bar)
+        except BaseException:
+            for prompt in prompts[:submitted]:
+                self._parts.loop.inbox.put(Abort(prompt.rid))
+            raise
+        return [answers[choice.key] for prompt in prompts for choice in prompt.choices]
+
+    @staticmethod
+    def _idle(submitted: Sequence[Prompt], answers: Mapping[int, Output]) -> bool:
+        return sum(len(prompt.choices) for prompt in submitted) == len(answers)
+
+    def _collect(self, events: queue.SimpleQueue[Event], answers: dict[int, Output], bar: Progress) -> None:
+        """Wait for the next finished choice."""
+        choice, delta = self._next(events)
+        if delta.finish is not None:
+            output = choice.output()
+            choice.rows = [] if choice.index else choice.rows  # the first choice's prompt rows serve the others
+            answers[choice.key] = output
+            bar.advance(output.completion_tokens)
+
+    def _take_place(self, *, blocking: bool) -> bool:
+        if self._failure is not None:
+            raise _dead(self._failure)
+        return self._places.acquire(blocking=blocking)
+
+    def _submit(self, prompt: Prompt) -> None:
+        prompt_ids = np.asarray(prompt.ids, np.int32)
+        seed = prompt.sampling.seed
+        sampling = prompt.sampling if seed is not None else _with_seed(prompt.sampling, secrets.randbits(63))
+        with self._lock:
+            if self._failure is not None:
+                self._places.release()
+                raise _dead(self._failure)
+            if prompt.rid in self._rids:
+                self._places.release()
+                raise InvalidRequest("rid", f"got {prompt.rid!r}, must differ from the ids of requests that are still open")
+            self._rids.add(prompt.rid)
+            for choice in prompt.choices:
+                self._choices[choice.key] = choice
+        primary = prompt.choices[0].key
+        for choice in prompt.choices:
+            self._parts.loop.inbox.put(
+                Submit(choice.key, prompt.rid, choice.index, prompt_ids, sampling, prompt.plan, primary if choice.index else None)
+            )
+
+    def _next(self, events: queue.SimpleQueue[Event]) -> tuple[Choice, Delta]:
+        event = events.get()
+        if isinstance(event, BaseException):
+            raise _dead(event)
+        return event
+
+    def _receive(self) -> None:
+        """The receiving thread: routes what the engine says to the calls that wait for it."""
+        while (message := self._outbox.get()) is not None:
+            if isinstance(message, EngineFailed):
+                self._fail(message.error)
+            else:
+                self._route(message)
+        self._fail(EngineDead("the engine is closed"))
+
+    def _route(self, step: StepOutputs) -> None:
+        for key, cached in step.cached_tokens.items():
+            choice = self._choices.get(key)
+            if choice is not None and choice.index == 0:
+                choice.prompt.cached_tokens = cached
+        for key, delta in deltas(step).items():
+            choice = self._choices[key]
+            if delta.finish is not None:
+                self._forget(choice)
+            if isinstance(choice, StreamedChoice):
+                choice.prompt.events.put((choice, delta))
+            else:
+                choice.take(delta)
+                if delta.finish is not None:
+                    choice.prompt.events.put((choice, delta))
+
+    def _forget(self, choice: Choice) -> None:
+        with self._lock:
+            del self._choices[choice.key]
+            if all(other.key not in self._choices for other in choice.prompt.choices):
+                self._rids.discard(choice.prompt.rid)
+                self._places.release()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+            waiting = {id(choice.prompt.events): choice.prompt.events for choice in self._choices.values()}
+            self._choices.clear()
+        for events in waiting.values():
+            events.put(error)
+
+    def _ask(self, ask: Any) -> Any:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def guarded(loop: EngineLoop) -> Any:
+            try:
+                return ask(loop)
+            except Exception as error:
+                return error
+
+        if self._failure is not None:
+            raise _dead(self._failure)
+        self._parts.loop.inbox.put(Call(guarded, answers.put))
+        while True:
+            try:
+                answer = answers.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if self._failure is not None:
+                    raise _dead(self._failure) from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _close(loop: EngineLoop, outbox: queue.SimpleQueue[Outbound | None], threads: Sequence[threading.Thread]) -> None:
+    loop.inbox.put(Stop())
+    threads[0].join()
+    outbox.put(None)
+    if threading.current_thread() is not threads[1]:
+        threads[1].join()
+
+
+def _dead(error: BaseException) -> EngineDead:
+    if isinstance(error, EngineDead):
+        return EngineDead(error.message)
+    dead = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
+    dead.__cause__ = error
+    return dead
+
+
+def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    """A seed of its own for a request that brings none: two such requests differ."""
+    from dataclasses import replace
+
+    return replace(sampling, seed=seed)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if getattr(prompts, "ndim", None) is not None:  # a numpy array or a tensor
+        return bool(prompts.ndim == 1)
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of them")
+    return len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, (list, tuple)):
+        raise InvalidRequest("prompt", f"got {type(prompt).__name__}, must be text or a list of token ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise InvalidRequest("prompt", f"got {token!r} among the token ids, must be integers")
+    return [int(token) for token in ids]
+
+
+def _checked_rid(rid: Any) -> str:
+    if rid is None:
+        return secrets.token_hex(8)
+    if not isinstance(rid, str) or not rid:
+        raise InvalidRequest("rid", f"got {rid!r}, must be a text that is not empty")
+    return rid

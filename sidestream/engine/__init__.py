@@ -1,0 +1,1 @@
+"""The engine: who runs next, on which memory, and what leaves the device."""

@@ -1,0 +1,305 @@
+"""The engine loop: the step, with and without overlap, and the processing of its results.
+
+The path of a request: `ingest` queues it, `scheduler.next_batch` plans its spans, `run_batch` launches forward, sampling and the
+conditional copy, `process_batch_result` appends the token, matches stops, collects rows and frees what has ended.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from sidestream.engine.batch import Batch
+from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
+from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
+from sidestream.engine.request import Constraint, FinishReason, Request, StopMatcher
+from sidestream.engine.runner import Masks, Runner
+from sidestream.engine.scheduler import Scheduler
+from sidestream.engine.streams import Launched
+from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Stop, Submit
+
+Pending = tuple[Batch, Launched[GenerationBatchResult]]
+
+
+@dataclass(frozen=True)
+class Limits:
+    context: int  # tokens of prompt and output together
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Factories:
+    """How the engine gets what it knows only by protocol."""
+
+    stop_matcher: Callable[[Submit], StopMatcher | None]
+    constraint: Callable[[Submit], Constraint | None]
+
+
+class EngineLoop:
+    """Owns all requests. One thread runs `run`; others talk to it through `inbox` and get `Outbound` messages through `emit`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        copies: Copies,
+        limits: Limits,
+        factories: Factories,
+        *,
+        emit: Callable[[Outbound], None],
+        overlap: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.copies = copies
+        self.limits = limits
+        self.factories = factories
+        self.emit = emit
+        self.overlap = overlap
+        self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
+        self.requests: dict[int, Request] = {}  # open ones, by key
+        self.copied_bytes: dict[int, dict[str, int]] = {}
+        self._stopping = False
+
+    def run(self) -> None:
+        """Run until told to stop. An error ends the engine: it is sent to whoever waits, never swallowed."""
+        try:
+            if self.overlap:
+                self.overlap_loop()
+            else:
+                self.normal_loop()
+        except BaseException as error:
+            self.emit(EngineFailed(error))
+
+    # The step
+
+    def overlap_loop(self) -> None:
+        """Launch step k+1 before the results of step k are processed."""
+        pending: Pending | None = None
+        while self.ingest(wait=pending is None and not self.scheduler.has_work):
+            batch = self.scheduler.next_batch()  # host arithmetic only: never waits for the device
+            launched = self.runner.run_batch(batch) if batch else None
+            if pending:
+                self.process_batch_result(*pending)
+            if batch and launched and batch.has_constraint:
+                self.runner.launch_batch_sample_if_needed(launched, batch, self.fill_masks(batch))
+            pending = (batch, launched) if batch and launched else None
+        if pending:
+            self.process_batch_result(*pending)
+        self.close()
+
+    def normal_loop(self) -> None:
+        """The same calls, each step processed straight after it was launched: matchers are up to date, no sampling is ever delayed."""
+        while self.ingest(wait=not self.scheduler.has_work):
+            batch = self.scheduler.next_batch()
+            if batch:
+                launched = self.runner.run_batch(batch, self.fill_masks(batch) if batch.has_constraint else None)
+                self.process_batch_result(batch, launched)
+        self.close()
+
+    def ingest(self, *, wait: bool) -> bool:
+        """Take what has arrived: new requests, aborts, questions. `wait` for something when there is no work. False: stop."""
+        while wait or not self.inbox.empty():
+            message = self.inbox.get()
+            wait = False
+            if isinstance(message, Submit):
+                self.submit(message)
+            elif isinstance(message, Abort):
+                self.abort(message.rid)
+            elif isinstance(message, Call):
+                message.reply(message.ask(self))
+            else:
+                self._stopping = True
+        return not self._stopping
+
+    def submit(self, message: Submit) -> None:
+        limits, sampling = self.limits, message.sampling
+        request = Request(
+            key=message.key,
+            rid=message.rid,
+            index=message.index,
+            prompt=message.prompt,
+            sampling=sampling,
+            plan=message.plan,
+            max_tokens=min(sampling.max_new_tokens, limits.context - len(message.prompt)),
+            eos_token_ids=limits.eos_token_ids,
+            matcher=self.factories.stop_matcher(message),
+            constraint=self.factories.constraint(message),
+            primary=None if message.primary is None else self.requests.get(message.primary),
+        )
+        self.requests[request.key] = request
+        self.scheduler.add(request)
+
+    def abort(self, rid: str) -> None:
+        """End a request's choices: at once where no step is in flight, else with the step in flight, whose token still counts."""
+        step = StepOutputs([], [], {}, {}, {})
+        for request in [r for r in self.requests.values() if r.rid == rid]:
+            if request.in_flight:
+                request.aborting = True
+            else:
+                self._finish(request, "abort", step)
+        self._emit(step)
+
+    def fill_masks(self, batch: Batch) -> Masks:
+        """Packed grammar masks of the sampled rows; all ones where a row has no grammar. [sampled, ceil(vocabulary/32)]."""
+        masks = np.full((len(batch.sampled), -(-self.limits.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for row, span in enumerate(batch.sampled):
+            request = batch.requests[span]
+            if request.constraint is not None and request.finish_reason is None:
+                request.constraint.fill_mask(masks[row])
+        return masks
+
+    # Results
+
+    def process_batch_result(self, batch: Batch, launched: Launched[GenerationBatchResult]) -> None:
+        """Append the tokens of one step, match stops, collect rows, free what has ended, and emit one message."""
+        result = launched.result()
+        assert result.copy_done is not None
+        self.copies.wait(result.copy_done)
+        result.sources.clear()
+        rows = collect_rows(batch, result) if batch.features else None
+        tokens = [] if result.next_token_ids is None else host_array(result.next_token_ids).tolist()
+        step = StepOutputs([], [], {}, {}, {})
+        token_of = dict(zip(batch.sampled, tokens, strict=True)) if len(tokens) != len(batch.requests) else None
+        for span, request in enumerate(batch.requests):
+            token = tokens[span] if token_of is None else token_of.get(span)
+            if request.finish_reason is not None:  # it ended while this step was in flight: nothing of it is appended or emitted
+                self._discard(rows, span, token is not None)
+            else:
+                self._take(request, token, rows, span, step)
+            self.scheduler.step_processed(request)
+        self._emit(step)
+
+    def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
+        """Give a live request what the step computed for it."""
+        if request.cached_tokens is not None and not request.output_ids:
+            step.cached_tokens[request.key] = request.cached_tokens
+        if rows is not None:
+            self._take_rows(request, rows, span, step)
+        if token is None:
+            if request.max_tokens == 0 and request.launched_all and request.in_flight == 1:
+                self._finish(request, "length", step)
+            elif request.aborting and not request.final_in_flight:
+                self._finish(request, "abort", step)
+            return
+        request.output_ids.append(token)
+        step.keys.append(request.key)
+        step.tokens.append(token)
+        reason = self._end_of(request, token)
+        if reason is not None:
+            self._finish(request, reason, step)
+
+    def _end_of(self, request: Request, token: int) -> FinishReason | None:
+        """Why the request ends with this token, if it does."""
+        count = len(request.output_ids)
+        complete = request.constraint.advance(token) if request.constraint is not None else False
+        match = request.matcher.feed(token) if request.matcher is not None else None
+        if token in request.stop_ids and count >= request.sampling.min_new_tokens:
+            request.matched_stop = token
+            return "stop"
+        if match is not None:
+            request.matched_stop, request.stop_offset = match.stop, match.offset
+            return "stop"
+        if complete:
+            return "stop"
+        if count >= request.max_tokens:
+            return "length"
+        # A last step in flight has copied its "last" row already: the request ends with it.
+        if request.aborting and not request.final_in_flight:
+            return "abort"
+        return None
+
+    def _take_rows(self, request: Request, rows: StepRows, span: int, step: StepOutputs) -> None:
+        kept = rows.kept.get(span)
+        if kept is not None:
+            request.kept = kept
+        own = rows.rows.get(span)
+        if own is not None:
+            step.rows[request.key] = own
+        copied = rows.copied_bytes.get(span)
+        if copied:
+            self._count(request, copied)
+
+    def _count(self, request: Request, copied: dict[str, int]) -> None:
+        total = self.copied_bytes.setdefault(request.key, {"logprob": 0, "hidden": 0})
+        for kind, size in copied.items():
+            total[kind] += size
+
+    def _discard(self, rows: StepRows | None, span: int, has_token: bool) -> None:
+        discarded = self.copies.ledger.discarded
+        discarded["token"] += 4 * has_token
+        if rows is not None:
+            for kind, size in rows.copied_bytes.get(span, {}).items():
+                discarded[kind] += size
+
+    def _finish(self, request: Request, reason: FinishReason, step: StepOutputs) -> None:
+        """The one place where a request ends. It is checked before anything else of it is emitted; finishing twice does nothing."""
+        if request.finish_reason is not None:
+            return
+        request.finish_reason = reason
+        self._fetch_last_row(request, step)
+        copied = self.copied_bytes.pop(request.key, {"logprob": 0, "hidden": 0})
+        step.finished[request.key] = Finish(
+            reason,
+            request.matched_stop,
+            request.stop_offset,
+            isinstance(request.matched_stop, int),
+            {"token": 4 * len(request.output_ids), **copied},
+        )
+        del self.requests[request.key]
+        self.scheduler.finish(request)
+
+    def _fetch_last_row(self, request: Request, step: StepOutputs) -> None:
+        """A `"last"` row whose request ended by surprise is still on the device."""
+        kept, request.kept = request.kept, None
+        own = step.rows.get(request.key)
+        if kept is None or (own is not None and own.hidden is not None):
+            return
+        host = self.copies.copy_late(kept.tensor, kept.row)
+        kept.result.count_late(host[:, :1].nbytes * request.plan.layers.count(self.runner.decoder.spec.num_layers))
+        self._count(request, {"hidden": host.nbytes})
+        step.rows[request.key] = (own or Rows())._replace(hidden=hidden_rows(host, kept.position))
+
+    def _emit(self, step: StepOutputs) -> None:
+        if step.keys or step.rows or step.finished or step.cached_tokens:
+            self.emit(step)
+
+    # Questions and the end
+
+    def stats(self) -> dict[str, Any]:
+        scheduler = self.scheduler
+        page_size = scheduler.pool.page_size
+        cached = scheduler.radix.cached_pages
+        return {
+            "d2h": self.copies.ledger.as_dict(),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_tokens_total": scheduler.pool.num_pages * page_size,
+            "kv_tokens_free": scheduler.pool.free_pages * page_size,
+            "kv_tokens_cached": cached * page_size,
+            "steps": scheduler.steps,
+            "forward_tokens": scheduler.forward_tokens,
+            "retracted": scheduler.retracted,
+        }
+
+    def flush_cache(self) -> int:
+        """Drop all cached prefixes that no running request uses. Returns the number of tokens dropped."""
+        return self.scheduler.radix.flush() * self.scheduler.pool.page_size
+
+    def check(self) -> None:
+        """Verify that every page is free, cached or owned, exactly once."""
+        self.scheduler.check()
+
+    def close(self) -> None:
+        """Abort what is open, then the streams. Nothing is in flight any more."""
+        step = StepOutputs([], [], {}, {}, {})
+        for request in list(self.requests.values()):
+            self._finish(request, "abort", step)
+        self._emit(step)
+        self.runner.streams.close()
+

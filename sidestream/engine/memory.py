@@ -1,0 +1,56 @@
+"""The engine's memory on the device: KV pages, the page table and the token table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sidestream.models.spec import DecoderSpec
+
+Ints = npt.NDArray[np.int64]
+
+
+class DeviceMemory:
+    """Allocated once; every change is made on the compute stream, in the order of the steps.
+
+    keys, values: [layers, (pages + 1) * page_size, kv_heads, head_dim], page 0 the null page, always zero.
+    page_table:   [slots, pages of the longest request] int32, 0 where a request has no page.
+    token_table:  [slots, longest request] int32: the sampler writes step k's token there, step k+1 gathers its input from it.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, *, num_pages: int, page_size: int, slots: int, context: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.page_size = page_size
+        self.device = device
+        shape = (spec.num_layers, (num_pages + 1) * page_size, spec.num_kv_heads, spec.head_dim)
+        # Not zeroed: pages that were never written are never read, and untouched host memory costs nothing.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.keys[:, :page_size].zero_()
+        self.values[:, :page_size].zero_()
+        self.page_table = torch.zeros(slots, -(-context // page_size), dtype=torch.int32, device=device)
+        self.token_table = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
+
+    def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """A host array on the device, in the order of the current stream. The array must not be changed afterwards."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def update(self, page_updates: Ints, token_uploads: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> None:
+        """Bring the tables to the state a batch was planned on. page_updates: [n, 3] of (slot, column, page)."""
+        for slot, tokens in token_uploads:
+            self.token_table[slot, : len(tokens)] = self.upload(tokens)
+        if len(page_updates):
+            slots, columns, pages = self.upload(page_updates).unbind(1)
+            self.page_table[slots, columns] = pages.to(torch.int32)
+
+    def poison(self, pages: list[int]) -> None:
+        """Fill pages with NaN: for tests, so that reading a page after it was freed becomes visible."""
+        index = torch.tensor(pages, device=self.device)[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)
+        self.keys[:, index.flatten()] = torch.nan
+        self.values[:, index.flatten()] = torch.nan

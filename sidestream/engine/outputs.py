@@ -1,0 +1,281 @@
+"""What a batch returns besides its tokens: from the output plans of its requests to rows that exist on the device in this step.
+
+`plan_outputs` runs on the host when the batch is planned. It says which rows of the step each request gets, packed without gaps, so that
+the device gathers exactly those rows and the copy moves nothing else. Nothing here is built for a batch in which nobody asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.engine.request import Feature, Request
+from sidestream.params import OutputPlan
+
+Ints = npt.NDArray[np.int64]
+
+LOGITS_PIECE_BYTES = 64 << 20  # float32 logits of prompt rows alive at once
+
+
+class LogprobBlock(NamedTuple):
+    """Logprobs of `rows` rows, packed. A field is None when no row asked for it."""
+
+    chosen: Any  # [rows] float32
+    top_values: Any = None  # [sum of k] float32, row after row, best first
+    top_ids: Any = None  # [sum of k] int32
+    id_values: Any = None  # [sum of asked ids] float32
+
+
+class LogitsProcessorOutput(NamedTuple):
+    """Tensors of one step; each is None when nobody in the batch asked. On the device until `copy_to_cpu`, on the host after it."""
+
+    next_token_logprobs: LogprobBlock | None = None
+    input_token_logprobs: LogprobBlock | None = None
+    hidden_states: tuple[Any, ...] | None = None  # one [rows, layers, hidden] for each distinct (layers, dtype)
+
+
+@dataclass(frozen=True)
+class TapGroup:
+    """Hidden rows with the same layers and dtype: `rows` of the step's tokens -> packed [len(rows), len(layers), hidden]."""
+
+    rows: Ints
+    layers: tuple[int, ...]
+    dtype: str  # "model" is the compute type
+
+
+@dataclass(frozen=True)
+class TapPlan:
+    """The rows and layers a forward has to keep: `copied` leave the device in this step, `kept` stay on it for one step ("last")."""
+
+    copied: tuple[TapGroup, ...] = ()
+    kept: tuple[TapGroup, ...] = ()
+
+    def layers(self) -> frozenset[int]:
+        return frozenset(layer for group in self.copied + self.kept for layer in group.layers)
+
+
+@dataclass(frozen=True)
+class ScorePlan:
+    """Rows whose logprobs are wanted, in the order of the packed block."""
+
+    rows: Ints  # [n] rows of the logits (or of the step's tokens, for input logprobs)
+    targets: Ints | None  # [n] chosen ids where the host knows them (prompt tokens)
+    processed: npt.NDArray[np.bool_] | None  # [n] rows scored on the processed distribution
+    k: int  # largest number of alternatives
+    top_index: Ints  # [sum of k] into a flattened [n, k]
+    id_rows: Ints  # [ids]
+    id_columns: Ints  # [ids]
+
+    def piece(self, start: int, stop: int) -> ScorePlan:
+        """The plan of rows start..stop alone."""
+        inside = (self.top_index >= start * self.k) & (self.top_index < stop * self.k)
+        ids = (self.id_rows >= start) & (self.id_rows < stop)
+        return ScorePlan(
+            self.rows[start:stop],
+            None if self.targets is None else self.targets[start:stop],
+            None if self.processed is None else self.processed[start:stop],
+            self.k if inside.any() else 0,
+            self.top_index[inside] - start * self.k,
+            self.id_rows[ids] - start,
+            self.id_columns[ids],
+        )
+
+
+class LogprobSlice(NamedTuple):
+    """Where one request's rows are in a packed block."""
+
+    span: int
+    rows: slice
+    top: slice
+    ids: slice
+    position: int  # absolute position of the token the first row scores
+
+
+class HiddenSlice(NamedTuple):
+    span: int
+    group: int
+    rows: slice
+    position: int
+
+
+@dataclass(frozen=True)
+class OutputLayout:
+    """All that a batch returns besides tokens, and which part belongs to which of its spans."""
+
+    taps: TapPlan | None = None
+    next_token: ScorePlan | None = None
+    input_token: ScorePlan | None = None
+    next_slices: tuple[LogprobSlice, ...] = ()
+    input_slices: tuple[LogprobSlice, ...] = ()
+    hidden_slices: tuple[HiddenSlice, ...] = ()
+    kept_slices: tuple[HiddenSlice, ...] = ()
+
+
+NOTHING = OutputLayout()
+
+
+class _Score:
+    """Collects logprob rows of a batch."""
+
+    def __init__(self) -> None:
+        self.rows: list[Ints] = []
+        self.targets: list[Ints] = []
+        self.counts: list[int] = []
+        self.plans: list[OutputPlan] = []
+        self.slices: list[LogprobSlice] = []
+        self._row = self._top = self._id = 0
+
+    def add(self, span: int, plan: OutputPlan, rows: Ints, targets: Ints | None, position: int) -> None:
+        n, k, ids = len(rows), plan.top_logprobs_num, len(plan.token_ids_logprob)
+        self.rows.append(rows)
+        if targets is not None:
+            self.targets.append(targets)
+        self.counts.append(n)
+        self.plans.append(plan)
+        self.slices.append(
+            LogprobSlice(
+                span,
+                slice(self._row, self._row + n),
+                slice(self._top, self._top + n * k),
+                slice(self._id, self._id + n * ids),
+                position,
+            )
+        )
+        self._row, self._top, self._id = self._row + n, self._top + n * k, self._id + n * ids
+
+    def plan(self) -> ScorePlan | None:
+        if not self.rows:
+            return None
+        k = max(plan.top_logprobs_num for plan in self.plans)
+        top, id_rows, id_columns, row = [], [], [], 0
+        for n, plan in zip(self.counts, self.plans, strict=True):
+            rows = np.arange(row, row + n)
+            if plan.top_logprobs_num:
+                top.append((rows[:, None] * k + np.arange(plan.top_logprobs_num)).ravel())
+            if plan.token_ids_logprob:
+                id_rows.append(np.repeat(rows, len(plan.token_ids_logprob)))
+                id_columns.append(np.tile(np.asarray(plan.token_ids_logprob, np.int64), n))
+            row += n
+        processed = np.repeat([plan.logprobs_mode == "processed" for plan in self.plans], self.counts)
+        empty = np.empty(0, np.int64)
+        return ScorePlan(
+            np.concatenate(self.rows),
+            np.concatenate(self.targets) if self.targets else None,
+            processed if not self.targets and processed.any() else None,  # input logprobs are always raw
+            k,
+            np.concatenate(top) if top else empty,
+            np.concatenate(id_rows) if id_rows else empty,
+            np.concatenate(id_columns) if id_columns else empty,
+        )
+
+
+class _Taps:
+    """Collects hidden rows of a batch, grouped by (layers, dtype)."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[tuple[int, ...], str], tuple[int, list[Ints]]] = {}
+        self.sizes: list[int] = []
+        self.slices: list[HiddenSlice] = []
+
+    def add(self, span: int, plan: OutputPlan, rows: Ints, position: int) -> None:
+        group, parts = self.groups.setdefault((plan.layers, plan.hidden_states_dtype), (len(self.groups), []))
+        if group == len(self.sizes):
+            self.sizes.append(0)
+        start = self.sizes[group]
+        parts.append(rows)
+        self.sizes[group] += len(rows)
+        self.slices.append(HiddenSlice(span, group, slice(start, start + len(rows)), position))
+
+    def plan(self) -> tuple[TapGroup, ...]:
+        return tuple(TapGroup(np.concatenate(parts), layers, dtype) for (layers, dtype), (_, parts) in self.groups.items())
+
+
+def plan_outputs(
+    requests: Sequence[Request], starts: Sequence[int], lengths: Sequence[int], samples: Sequence[bool], features: int
+) -> OutputLayout:
+    """Lay out the outputs of the spans `starts[i] .. starts[i]+lengths[i]`, and move each request's marks past the rows planned here.
+
+    Called before the requests' counters advance to the end of their spans.
+    """
+    if not features & (Feature.LOGPROB | Feature.HIDDEN):
+        return NOTHING
+    next_token, input_token, copied, kept = _Score(), _Score(), _Taps(), _Taps()
+    offset = sample_row = 0
+    for span, (request, start, length, sample) in enumerate(zip(requests, starts, lengths, samples, strict=True)):
+        plan = request.plan
+        end = start + length
+        if plan.return_hidden_states:
+            _plan_hidden(request, span, start, end, offset, sample, copied, kept)
+        if plan.return_logprob:
+            first, last = max(start, request.logprob_next), min(end, request.prompt_len - 1)
+            if first < last:
+                rows = np.arange(offset + first - start, offset + last - start)
+                input_token.add(span, plan, rows, request.prompt[first + 1 : last + 1].astype(np.int64), first + 1)
+                request.logprob_next = last
+            if sample:
+                next_token.add(span, plan, np.array([sample_row]), None, end)
+        offset += length
+        sample_row += sample
+    taps = TapPlan(copied.plan(), kept.plan()) if copied.slices or kept.slices else None
+    return OutputLayout(
+        taps,
+        next_token.plan(),
+        input_token.plan(),
+        tuple(next_token.slices),
+        tuple(input_token.slices),
+        tuple(copied.slices),
+        tuple(kept.slices),
+    )
+
+
+def _plan_hidden(
+    request: Request, span: int, start: int, end: int, offset: int, sample: bool, copied: _Taps, kept: _Taps
+) -> None:
+    plan = request.plan
+    if plan.return_hidden_states is True:
+        first = max(start, request.hidden_next)
+        if first < end:
+            copied.add(span, plan, np.arange(offset + first - start, offset + end - start), first)
+            request.hidden_next = end
+    elif request.primary is not None and request.max_tokens <= 1:
+        pass  # its last row is the prompt's, which the primary returns
+    elif sample or (request.max_tokens == 0 and end == request.prompt_len):
+        rows = np.array([offset + end - 1 - start])
+        # The last step by arithmetic, and no token in flight that could have ended the request before: the row leaves with this step.
+        final = request.samples_launched + 1 >= request.max_tokens
+        in_flight_may_end_it = request.samples_launched > len(request.output_ids) and not request.cannot_surprise
+        if final and not in_flight_may_end_it:
+            copied.add(span, plan, rows, end - 1)
+            request.final_in_flight = True
+        else:
+            kept.add(span, plan, rows, end - 1)
+
+
+class RowBytes(NamedTuple):
+    """What one row of each kind weighs for one request."""
+
+    hidden: int
+    logprob: int
+
+
+def row_bytes(plan: OutputPlan, hidden_size: int, itemsize: int) -> RowBytes:
+    """Bytes of one row. `itemsize` is the compute type's, for `hidden_states_dtype="model"`."""
+    size = {"model": itemsize, "float32": 4}.get(plan.hidden_states_dtype, 2)
+    # The chosen value, values and ids of the best, values of the ids asked for.
+    logprob = 4 + 8 * plan.top_logprobs_num + 4 * len(plan.token_ids_logprob) if plan.return_logprob else 0
+    return RowBytes(len(plan.layers) * hidden_size * size, logprob)
+
+
+def output_bytes(request: Request, start: int, end: int, row: RowBytes) -> int:
+    """Bytes that leave the device if `request` gets the span start..end, at most; 4 of them are the token."""
+    plan = request.plan
+    total = 4 + row.logprob
+    if plan.return_hidden_states is True:
+        total += max(0, end - max(start, request.hidden_next)) * row.hidden
+    elif plan.return_hidden_states:
+        total += row.hidden
+    return total + max(0, min(end, request.prompt_len - 1) - max(start, request.logprob_next)) * row.logprob

@@ -1,0 +1,221 @@
+"""A request as the engine sees it: one prompt, one choice, and how far it has come."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from sidestream.engine.radix import RadixNode
+    from sidestream.params import OutputPlan, SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class StopMatch(Protocol):
+    """What a matcher found: the stop, and where it starts in the output text (characters)."""
+
+    @property
+    def stop(self) -> str: ...
+
+    @property
+    def offset(self) -> int: ...
+
+
+class StopMatcher(Protocol):
+    """Watches the output tokens of one request for stop strings. Fed each token once, in order."""
+
+    def feed(self, token_id: int) -> StopMatch | None: ...
+
+
+class Constraint(Protocol):
+    """A grammar over the output tokens of one request."""
+
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        """Write the bits of the token ids admitted next: id `i` is bit `i % 32` of word `i // 32`. mask: [ceil(vocabulary/32)]."""
+
+    def advance(self, token_id: int) -> bool:
+        """Take one output token; True when the grammar is complete and the request must end."""
+
+
+class Feature(enum.IntFlag):
+    """What the sampler has to do for a request; a batch needs the union over its rows."""
+
+    RANDOM = 1
+    FILTER = 2  # top-k, top-p, min-p
+    PENALTY = 4
+    EDIT = 8  # logit bias, allowed and bad ids, min_new_tokens
+    CONSTRAINT = 16
+    LOGPROB = 32
+    INPUT_LOGPROB = 64
+    HIDDEN = 128
+    OUTPUT = LOGPROB | INPUT_LOGPROB | HIDDEN
+
+
+class KeptRow(NamedTuple):
+    """The candidate for a `"last"` row, on the device: `tensor[row]` is [layers, hidden]. The request holds it until the next one."""
+
+    result: Any  # of the step that computed it: its ledger entry changes if the row is fetched
+    tensor: Any
+    row: int
+    position: int
+
+
+class State(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    RETRACTED = "retracted"  # back in the queue as soon as no step in flight holds it
+    FINISHED = "finished"
+
+
+class Request:
+    """One choice of one prompt. Positions and counts:
+
+    `num_tokens` counts prompt and output tokens including those sampled in steps still in flight; `num_computed` the positions whose
+    forward has been launched. A request catches up: its next span is `num_computed..num_tokens`, and the span that reaches `num_tokens`
+    samples the next token. `in_flight` counts launched steps whose results have not been processed: while it is not 0 its pages and
+    its slot stay.
+    """
+
+    __slots__ = (
+        "aborting",
+        "borrowed",
+        "cached_tokens",
+        "constraint",
+        "cannot_surprise",
+        "features",
+        "final_in_flight",
+        "finish_reason",
+        "hidden_next",
+        "in_flight",
+        "index",
+        "kept",
+        "key",
+        "logprob_next",
+        "matched_stop",
+        "matcher",
+        "max_tokens",
+        "node",
+        "num_computed",
+        "num_tokens",
+        "output_ids",
+        "pages",
+        "plan",
+        "primary",
+        "prompt",
+        "rid",
+        "sampling",
+        "slot",
+        "state",
+        "stop_ids",
+        "stop_offset",
+        "waits_for",
+    )
+
+    def __init__(
+        self,
+        *,
+        key: int,
+        rid: str,
+        index: int,
+        prompt: npt.NDArray[np.int32],
+        sampling: SamplingParams,
+        plan: OutputPlan,
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        matcher: StopMatcher | None,
+        constraint: Constraint | None,
+        primary: Request | None,
+    ) -> None:
+        self.key = key
+        self.rid = rid
+        self.index = index
+        self.prompt = prompt
+        self.sampling = sampling
+        self.plan = plan
+        self.max_tokens = max_tokens  # never past the context
+        self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
+        self.matcher = matcher
+        self.constraint = constraint
+        self.primary = primary  # the choice that computes the prompt and returns its rows for all choices
+        self.cannot_surprise = not self.stop_ids and matcher is None and constraint is None
+        self.features = request_features(sampling, plan, constraint is not None)
+
+        self.state = State.WAITING
+        self.output_ids: list[int] = []
+        self.num_tokens = len(prompt)
+        self.num_computed = 0
+        self.in_flight = 0
+        self.final_in_flight = False  # its last step is launched and copies its "last" row
+        self.aborting = False
+        self.finish_reason: FinishReason | None = None
+        self.matched_stop: int | str | None = None
+        self.stop_offset: int | None = None
+        self.cached_tokens: int | None = None  # set when first admitted
+
+        self.slot = -1
+        self.pages: list[int] = []
+        self.borrowed = 0  # leading pages that belong to the radix cache, locked through `node`
+        self.node: RadixNode | None = None
+        self.waits_for: tuple[Request, int] | None = None  # a neighbour computing a shared prefix, and the pages it must reach
+
+        # Positions of the next rows to return. Prompt rows of further choices come from the primary one.
+        shared = len(prompt) if primary is not None else 0
+        self.hidden_next = max(plan.hidden_start, shared)
+        self.logprob_next = max((plan.logprob_start or 0) - 1, 0)  # the row at p-1 holds the logprob of token p
+        if primary is not None or plan.logprob_start is None:
+            self.logprob_next = len(prompt)
+        self.kept: KeptRow | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def samples_launched(self) -> int:
+        return self.num_tokens - len(self.prompt)
+
+    @property
+    def launched_all(self) -> bool:
+        """No further step is needed: known by arithmetic, before any result is."""
+        return self.num_tokens - len(self.prompt) >= self.max_tokens and (self.max_tokens > 0 or self.num_computed >= len(self.prompt))
+
+    @property
+    def cache_limit(self) -> int:
+        """Tokens that may come from the cache: up to the first row that is wanted, and never the last token."""
+        limit = self.num_tokens - 1
+        if self.plan.return_hidden_states is True:
+            limit = min(limit, self.hidden_next)
+        if self.logprob_next < len(self.prompt) - 1:
+            limit = min(limit, self.logprob_next)
+        return limit
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """Prompt and processed output tokens. [P + G] int32, host."""
+        if not self.output_ids:
+            return self.prompt
+        return np.concatenate([self.prompt, np.asarray(self.output_ids, np.int32)])
+
+
+def request_features(sampling: SamplingParams, plan: OutputPlan, constrained: bool) -> int:
+    features = 0
+    if sampling.temperature > 0:
+        features |= Feature.RANDOM
+        if sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0:
+            features |= Feature.FILTER
+    if sampling.frequency_penalty or sampling.presence_penalty or sampling.repetition_penalty != 1:
+        features |= Feature.PENALTY
+    if sampling.logit_bias or sampling.allowed_token_ids is not None or sampling.bad_token_ids or sampling.min_new_tokens > 0:
+        features |= Feature.EDIT
+    if constrained:
+        features |= Feature.CONSTRAINT
+    if plan.return_logprob:
+        features |= Feature.LOGPROB
+    if plan.logprob_start is not None:
+        features |= Feature.INPUT_LOGPROB
+    if plan.return_hidden_states:
+        features |= Feature.HIDDEN
+    return int(features)

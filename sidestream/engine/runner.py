@@ -1,0 +1,122 @@
+"""Forward and sampling on the compute stream."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sidestream.engine.batch import Batch
+from sidestream.engine.copies import Copies, GenerationBatchResult
+from sidestream.engine.memory import DeviceMemory
+from sidestream.engine.outputs import LogitsProcessorOutput, LogprobBlock, ScorePlan, TapGroup
+from sidestream.engine.sampling import Sampled, sample, score, score_in_pieces
+from sidestream.engine.streams import Launched, Streams
+from sidestream.models.decoder import Decoder, ForwardInputs, Tap, plan_attention
+
+Masks = npt.NDArray[np.uint32]
+
+
+class Runner:
+    """Runs batches, in order. All methods with a leading underscore run on the compute stream."""
+
+    def __init__(self, decoder: Decoder, memory: DeviceMemory, streams: Streams, copies: Copies) -> None:
+        self.decoder = decoder
+        self.memory = memory
+        self.streams = streams
+        self.copies = copies
+
+    def run_batch(self, batch: Batch, masks: Masks | None = None) -> Launched[GenerationBatchResult]:
+        """Launch the forward, the sampling and the conditional copy of one step.
+
+        masks: [sampled rows, ceil(vocabulary/32)] packed grammar masks, if the host has them. A batch with a grammar and without masks
+        is only run forward; its result carries `delay_sample_func`, and `launch_batch_sample_if_needed` does the rest.
+        """
+        return self.streams.compute.launch(self._run_batch, batch, masks)
+
+    def launch_batch_sample_if_needed(self, launched: Launched[GenerationBatchResult], batch: Batch, masks: Masks | None) -> None:
+        """Sample and copy a step whose sampling had to wait for the step before it."""
+        if masks is not None:
+            self.streams.compute.launch(self._sample_late, launched, batch, masks)
+
+    def _run_batch(self, batch: Batch, masks: Masks | None) -> GenerationBatchResult:
+        self.memory.update(batch.page_updates, batch.token_uploads)
+        taps = batch.outputs.taps
+        copied = [self._tap(group) for group in taps.copied] if taps else []
+        kept = [self._tap(group) for group in taps.kept] if taps else []
+        hidden = self.decoder.forward(self._inputs(batch), self.memory.keys, self.memory.values, copied + kept)
+        final_layer = self.decoder.spec.num_layers
+        result = GenerationBatchResult(
+            logits_output=LogitsProcessorOutput(
+                input_token_logprobs=self._score_inputs(batch.outputs.input_token, hidden),
+                hidden_states=tuple(tap.out for tap in copied) if copied else None,
+            ),
+            next_token_ids=None,
+            copies=self.copies,
+            kept_hidden_states=tuple(tap.out for tap in kept),
+            forward_tokens=batch.num_tokens,
+            sampled_rows=len(batch.sampled),
+            final_bytes=sum(tap.out[:, :1].nbytes * tap.layers.count(final_layer) for tap in copied),
+        )
+        if batch.sampled:
+            logits = self.decoder.logits(hidden[self.memory.upload(batch.sampled_rows())])  # [sampled, vocabulary] float32
+            sample_now = partial(self._sample, batch, logits)
+            if batch.has_constraint and masks is None:
+                result.delay_sample_func = sample_now
+                return result
+            self._take_sample(result, *sample_now(masks))
+        result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+        return result
+
+    def _sample_late(self, launched: Launched[GenerationBatchResult], batch: Batch, masks: Masks) -> None:
+        result = launched.result()
+        assert result.delay_sample_func is not None
+        self._take_sample(result, *result.delay_sample_func(masks))
+        result.delay_sample_func = None  # it holds the logits
+        result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+
+    @staticmethod
+    def _take_sample(result: GenerationBatchResult, tokens: Tensor, logprobs: LogprobBlock | None) -> None:
+        result.next_token_ids = tokens
+        result.logits_output = result.logits_output._replace(next_token_logprobs=logprobs)
+
+    def _sample(self, batch: Batch, logits: Tensor, masks: Masks | None) -> tuple[Tensor, LogprobBlock | None]:
+        plan, memory = batch.sampling, self.memory
+        sampled = sample(logits, plan, memory.token_table, memory.upload, masks)
+        memory.token_table[memory.upload(plan.slots), memory.upload(plan.lengths)] = sampled.tokens
+        wanted = batch.outputs.next_token
+        return sampled.tokens, None if wanted is None else self._score_next(wanted, logits, sampled)
+
+    def _score_next(self, wanted: ScorePlan, logits: Tensor, sampled: Sampled) -> LogprobBlock:
+        upload = self.memory.upload
+        rows = upload(wanted.rows)
+        chosen = logits[rows]  # [rows, vocabulary]
+        if wanted.processed is not None:
+            chosen = torch.where(upload(wanted.processed)[:, None], sampled.processed[rows], chosen)
+        return score(chosen, sampled.tokens[rows], wanted, upload)
+
+    def _score_inputs(self, wanted: ScorePlan | None, hidden: Tensor) -> LogprobBlock | None:
+        if wanted is None:
+            return None
+        return score_in_pieces(wanted, hidden, self.decoder.logits, self.decoder.spec.vocab_size, self.memory.upload)
+
+    def _inputs(self, batch: Batch) -> ForwardInputs:
+        memory = self.memory
+        slots, positions = map(memory.upload, batch.token_rows())  # [tokens] each
+        size = memory.page_size
+        return ForwardInputs(
+            token_ids=memory.token_table[slots, positions],
+            positions=positions,
+            cache_rows=memory.page_table[slots, positions // size].long() * size + positions % size,
+            groups=plan_attention(
+                self.decoder.spec, memory.page_table, size, batch.slots, batch.starts, batch.lengths, memory.upload
+            ),
+        )
+
+    def _tap(self, group: TapGroup) -> Tap:
+        dtype = self.decoder.dtype if group.dtype == "model" else getattr(torch, group.dtype)
+        shape = (len(group.rows), len(group.layers), self.decoder.spec.hidden_size)
+        return Tap(self.memory.upload(group.rows), group.layers, torch.empty(shape, dtype=dtype, device=self.decoder.device))

@@ -1,0 +1,98 @@
+"""What crosses the boundary between those who ask (tokenizing, detokenizing, HTTP) and the engine loop. Plain data, no device tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.params import OutputPlan, SamplingParams
+
+
+class Submit(NamedTuple):
+    """One choice of one prompt. `key` is unique in the engine's life; choices of a prompt share the rid, and follow their primary."""
+
+    key: int
+    rid: str
+    index: int
+    prompt: npt.NDArray[np.int32]
+    sampling: SamplingParams
+    plan: OutputPlan
+    primary: int | None = None  # key of the prompt's first choice
+    constraint: Any = None  # what the engine's constraint factory makes a grammar from
+
+
+class Abort(NamedTuple):
+    """End all choices with this rid; unknown ones are ignored."""
+
+    rid: str
+
+
+class Call(NamedTuple):
+    """Run `ask(engine)` between two steps and hand the answer to `reply`: statistics, flushing the cache, checks."""
+
+    ask: Callable[[Any], Any]
+    reply: Callable[[Any], None]
+
+
+class Stop(NamedTuple):
+    """End the loop: requests still open are aborted."""
+
+
+Inbound = Submit | Abort | Call | Stop
+
+
+class LogprobRows(NamedTuple):
+    """Logprobs of consecutive tokens. chosen [n] f32; top_values, top_ids [n, k]; id_values [n, ids]."""
+
+    position: int  # absolute position of the first token
+    chosen: npt.NDArray[np.float32]
+    top_values: npt.NDArray[np.float32] | None
+    top_ids: npt.NDArray[np.int32] | None
+    id_values: npt.NDArray[np.float32] | None
+
+
+class HiddenRows(NamedTuple):
+    """Hidden rows of consecutive positions, as raw bytes: `data` [rows, layers, hidden] of `dtype`, in the request's own buffer."""
+
+    position: int
+    dtype: str
+    shape: tuple[int, int, int]
+    data: npt.NDArray[np.uint8]
+
+
+class Rows(NamedTuple):
+    """What one step returns to one request besides the token."""
+
+    input_logprobs: LogprobRows | None = None
+    output_logprobs: LogprobRows | None = None
+    hidden: HiddenRows | None = None
+
+
+class Finish(NamedTuple):
+    reason: Literal["stop", "length", "abort"]
+    matched_stop: int | str | None
+    stop_offset: int | None  # characters of output text before the stop string
+    stop_token: bool  # the last token is EOS or a stop token: it has no text
+    copied_bytes: dict[str, int]
+
+
+class StepOutputs(NamedTuple):
+    """One message per step for all requests. keys[i] got tokens[i]; the rest is sparse, by key."""
+
+    keys: list[int]
+    tokens: list[int]
+    rows: dict[int, Rows]
+    cached_tokens: dict[int, int]  # of requests that were admitted
+    finished: dict[int, Finish]
+
+
+class EngineFailed(NamedTuple):
+    """The loop ended with this error: no open request will get another answer."""
+
+    error: BaseException
+
+
+Outbound = StepOutputs | EngineFailed

@@ -1,0 +1,1 @@
+"""Models: files on disk become a `DecoderSpec`, named weights and raw tokenizer data (`loader.load_model`)."""

@@ -1,0 +1,199 @@
+"""The torch interpreter of a `DecoderSpec`: one forward over the token spans of a step, attention over gathered KV pages.
+
+It knows no architecture by name; what a model does is in its spec. Runs eagerly on the CPU and on CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sidestream.models.rope import rope_table
+from sidestream.models.spec import DecoderSpec
+
+Ints = npt.NDArray[np.int64]
+Upload = Callable[[npt.NDArray[np.generic]], Tensor]
+
+
+class Tap(NamedTuple):
+    """Rows to keep while the forward runs. `out[:, j]` receives layer `layers[j]` of `rows`, converted to its dtype."""
+
+    rows: Tensor  # [n] int64
+    layers: tuple[int, ...]
+    out: Tensor  # [n, layers, hidden]
+
+
+class AttentionGroup(NamedTuple):
+    """Spans attended to in one call: many spans of one token, or one longer span."""
+
+    rows: Tensor | slice  # the tokens of the step
+    queries: int  # tokens per span
+    cache_index: Tensor  # [spans * context] int64 token positions of the KV pool, 0 (the null page) where a span is shorter
+    spans: int
+    context: int
+    mask: dict[int | None, Tensor]  # by window: [spans, 1, queries, context] bool
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """Device tensors of one step."""
+
+    token_ids: Tensor  # [tokens] int32
+    positions: Tensor  # [tokens] int64
+    cache_rows: Tensor  # [tokens] int64, where in the pool each token's key and value go
+    groups: tuple[AttentionGroup, ...]
+
+
+def plan_attention(
+    spec: DecoderSpec, page_table: Tensor, page_size: int, slots: Ints, starts: Ints, lengths: Ints, upload: Upload
+) -> tuple[AttentionGroup, ...]:
+    """Group the spans of a step: host numbers say the shapes, the page table on the device says where the keys are."""
+    offsets = np.cumsum(lengths) - lengths
+    groups = []
+    for i in np.flatnonzero(lengths > 1):
+        rows = slice(int(offsets[i]), int(offsets[i] + lengths[i]))
+        groups.append(_group(spec, page_table, page_size, slots[i : i + 1], starts[i : i + 1], int(lengths[i]), rows, upload))
+    single = np.flatnonzero(lengths == 1)
+    if len(single):
+        rows_of_single = upload(offsets[single])
+        groups.append(_group(spec, page_table, page_size, slots[single], starts[single], 1, rows_of_single, upload))
+    return tuple(groups)
+
+
+def _group(
+    spec: DecoderSpec,
+    page_table: Tensor,
+    page_size: int,
+    slots: Ints,
+    starts: Ints,
+    queries: int,
+    rows: Tensor | slice,
+    upload: Upload,
+) -> AttentionGroup:
+    device, context = page_table.device, int(starts.max()) + queries
+    first = upload(starts)[:, None]  # [spans, 1]
+    column = torch.arange(context, device=device)
+    pages = page_table[upload(slots)][:, column // page_size].long()  # [spans, context]
+    # Beyond a span's own end the null page is read: a freed page there may hold NaN, and 0 * NaN would spread it.
+    index = torch.where(column < first + queries, pages * page_size + column % page_size, 0)
+    query = first[:, :, None] + torch.arange(queries, device=device)[:, None]  # [spans, queries, 1] absolute positions
+    masks = {}
+    for window in set(spec.windows):
+        mask = column <= query
+        if window is not None:
+            mask &= column > query - window
+        masks[window] = mask[:, None]
+    return AttentionGroup(rows, queries, index.flatten(), len(slots), context, masks)
+
+
+class Decoder:
+    """Weights of one model and the forward over them. weights: canonical names, [out, in] matrices; consumed (fused in place)."""
+
+    def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], *, context: int) -> None:
+        self.spec = spec
+        self.weights = _fuse(spec, dict(weights))
+        self.embed = self.weights["embed"]
+        self.dtype, self.device = self.embed.dtype, self.embed.device
+        cos, sin = rope_table(spec.rope, context)
+        self.cos, self.sin = cos.to(self.device), sin.to(self.device)  # [context, rotary/2] float32
+
+    def forward(self, inputs: ForwardInputs, keys: Tensor, values: Tensor, taps: Sequence[Tap]) -> Tensor:
+        """Run all layers; write keys and values of the step into the pool. Returns the normed last layer, [tokens, hidden]."""
+        spec, w = self.spec, self.weights
+        x = F.embedding(inputs.token_ids, self.embed)  # [tokens, hidden]
+        if spec.embedding_scale != 1.0:
+            x = x * spec.embedding_scale
+        cos, sin = self.cos[inputs.positions][:, None], self.sin[inputs.positions][:, None]  # [tokens, 1, rotary/2]
+        self._tap(taps, 0, x)
+        for i in range(spec.num_layers):
+            p = f"layers.{i}."
+            x = x + self._attention(p, i, self._norm(x, w[p + "attn_norm"]), cos, sin, inputs, keys[i], values[i])
+            x = x + self._mlp(p, self._norm(x, w[p + "mlp_norm"]))
+            if i + 1 < spec.num_layers:
+                self._tap(taps, i + 1, x)
+        x = self._norm(x, w["final_norm"])
+        self._tap(taps, spec.num_layers, x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] after the final norm -> [rows, vocabulary] float32."""
+        logits = F.linear(hidden, self.weights.get("lm_head", self.embed)).float()
+        return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
+
+    def _attention(
+        self, p: str, i: int, x: Tensor, cos: Tensor, sin: Tensor, inputs: ForwardInputs, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        spec, w = self.spec, self.weights
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        qkv = F.linear(x, w[p + "qkv"], w.get(p + "qkv_bias")).view(-1, heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)  # [tokens, heads, head_dim]
+        if spec.qk_norm:
+            q, k = self._norm(q, w[p + "q_norm"]), self._norm(k, w[p + "k_norm"])
+        q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+        keys.index_copy_(0, inputs.cache_rows, k)
+        values.index_copy_(0, inputs.cache_rows, v)
+        out = torch.empty_like(q)
+        for group in inputs.groups:
+            shape = (group.spans, group.context, kv_heads, dim)
+            attended = F.scaled_dot_product_attention(
+                q[group.rows].view(group.spans, group.queries, heads, dim).transpose(1, 2),
+                keys[group.cache_index].view(shape).transpose(1, 2),
+                values[group.cache_index].view(shape).transpose(1, 2),
+                attn_mask=group.mask[spec.windows[i]],
+                scale=spec.attention_scale,
+                enable_gqa=heads != kv_heads,
+            )  # [spans, heads, queries, head_dim]
+            out[group.rows] = attended.transpose(1, 2).reshape(-1, heads, dim)
+        return F.linear(out.flatten(1), w[p + "o"], w.get(p + "o_bias"))
+
+    def _mlp(self, p: str, x: Tensor) -> Tensor:
+        w = self.weights
+        gate, up = F.linear(x, w[p + "gate_up"], w.get(p + "gate_up_bias")).chunk(2, -1)
+        return F.linear(_ACTIVATIONS[self.spec.activation](gate) * up, w[p + "down"], w.get(p + "down_bias"))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Root mean square norm (arXiv 1910.07467), the mean in float32 as Llama does it."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        return weight * wide.to(x.dtype)
+
+    def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of the first `rope.dim` dimensions of each head, in float32. x: [tokens, heads, head_dim]."""
+        rotary = self.spec.rope.dim
+        first, second = x[..., :rotary].float().chunk(2, -1)
+        rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+        return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), -1)
+
+    @staticmethod
+    def _tap(taps: Sequence[Tap], layer: int, x: Tensor) -> None:
+        for tap in taps:
+            if layer in tap.layers:
+                rows = x[tap.rows]
+                for j, wanted in enumerate(tap.layers):
+                    if wanted == layer:
+                        tap.out[:, j].copy_(rows)
+
+
+_ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+def _fuse(spec: DecoderSpec, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One matrix each for q, k, v and for gate and up: fewer and larger products. The parts are dropped as they are used."""
+    for i in range(spec.num_layers):
+        for fused, parts in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up"))):
+            for suffix in ("", "_bias"):
+                names = [f"layers.{i}.{part}{suffix}" for part in parts]
+                if names[0] in weights:
+                    weights[f"layers.{i}.{fused}{suffix}"] = torch.cat([weights.pop(name) for name in names])
+    return weights

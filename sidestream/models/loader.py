@@ -1,0 +1,288 @@
+"""From the name of a model to weights in memory: `load_model`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sidestream.errors import ModelError
+from sidestream.models import hub, llama
+from sidestream.models import huggingface as hf
+from sidestream.models.gguf import GGUFFile, open_gguf
+from sidestream.models.spec import Architecture, DecoderSpec, stored_name, weight_kind
+
+# HF's `model_type`, and GGUF's `general.architecture`, which spells these the same.
+ARCHITECTURES: Mapping[str, Architecture] = {"llama": llama}
+
+# Tables that older writers stored beside the weights; they follow from the configuration.
+HARMLESS = re.compile(r".*\brotary_emb\.inv_freq|rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight")
+
+# `eot` ends a turn and `eom` a message that expects a tool's answer: both end a generation as `eos` does.
+GGUF_EOS_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+GGUF_SAMPLING_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+
+
+@dataclass(frozen=True)
+class TokenizerSource:
+    """Raw data for `text/tokenizer.py`; exactly one of the first two is set."""
+
+    tokenizer_json: Path | None
+    gguf: Mapping[str, Any] | None  # the `tokenizer.*` metadata as plain values
+    tokenizer_config: Mapping[str, Any]  # tokenizer_config.json, {} without one
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in memory. `weights` has the canonical names of `DecoderSpec.weight_shapes`, contiguous, one dtype, one device."""
+
+    name: str
+    path: Path
+    format: str  # "GGUF Q4_1", "safetensors bfloat16"
+    file_bytes: int
+    spec: DecoderSpec
+    weights: dict[str, Tensor]
+    tokenizer: TokenizerSource
+    chat_template: str | None
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool | None  # None: the files do not say
+    generation_defaults: Mapping[str, Any]
+
+
+class _Source(Protocol):
+    """What the two file formats have in common."""
+
+    path: Path
+    file_bytes: int
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+    @property
+    def format(self) -> str: ...
+    def check_type(self, name: str) -> None: ...
+    def read_into(self, name: str, out: Tensor) -> None: ...
+
+
+def resolve_model(model: str) -> Path:
+    """An alias, a .gguf file, a directory, or `repo/name[@revision]` -> a .gguf file or a directory with config.json.
+
+    A local path opens no socket. Raises `ModelError`, or `DownloadError` for a model that has to be fetched.
+    """
+    if model in hub.ALIASES:
+        return hub.pull(model, progress=None)
+    path = _local(model)
+    if path is not None:
+        return _in_directory(path) if path.is_dir() else path
+    if hub.is_repository(model):
+        return _in_directory(hub.pull(model, progress=None))
+    raise ModelError(
+        f"model {model!r}: there is no such file or directory",
+        hint=f"Give a .gguf file, a Hugging Face directory, repo/name, or one of: {', '.join(hub.ALIASES)}.",
+    )
+
+
+def _local(model: str) -> Path | None:
+    """The path, if it exists. A name too long for the file system, or of an unknown `~user`, does not."""
+    try:
+        path = Path(model).expanduser()
+        return path if model and path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def _in_directory(directory: Path) -> Path:
+    if (directory / "config.json").exists():
+        return directory
+    files = sorted(directory.glob("*.gguf"))
+    if len(files) == 1:
+        return files[0]
+    if files:
+        raise ModelError(
+            f"{directory}: there are {len(files)} GGUF files: {', '.join(file.name for file in files[:8])}",
+            hint="Name one of them.",
+        )
+    raise ModelError(
+        f"{directory}: there is neither a config.json nor a .gguf file",
+        hint="A model is a directory with config.json, tokenizer.json and safetensors files, or a .gguf file.",
+    )
+
+
+def read_spec(model: str) -> DecoderSpec:
+    """The spec alone, from configuration and headers; no weights are read. Raises as `load_model` does."""
+    path = resolve_model(model)
+    return _huggingface_spec(path)[1] if path.is_dir() else _gguf_spec(open_gguf(path))[1]
+
+
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    """Read a model completely. Raises `ModelError` naming what is missing, malformed or not supported.
+
+    Each tensor is converted on its own straight to `dtype`, so memory peaks at the weights plus the pages of the mapped file.
+    """
+    path = resolve_model(model)
+    name = model if model in hub.ALIASES or _local(model) is None else path.resolve().name.removesuffix(".gguf")
+    if path.is_dir():
+        return _load_huggingface(name, path, dtype, device)
+    return _load_gguf(name, path, dtype, device)
+
+
+def _architecture(kind: Any, path: Path) -> Architecture:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        what = "names no architecture" if kind is None else f"has architecture {kind!r}, which is not supported"
+        raise ModelError(f"{path}: the model {what}", hint=f"Supported architectures: {', '.join(ARCHITECTURES)}.")
+    return ARCHITECTURES[kind]
+
+
+def _huggingface_spec(path: Path) -> tuple[Architecture, DecoderSpec, dict[str, Any]]:
+    config = hf.read_config(path)
+    architecture = _architecture(config.get("model_type"), path)
+    return architecture, architecture.spec_from_config(config), config
+
+
+def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    architecture, spec, config = _huggingface_spec(path)
+    tokenizer_json = path / "tokenizer.json"
+    if not tokenizer_json.exists():
+        raise ModelError(
+            f"{path}: tokenizer.json is missing",
+            hint="Save the tokenizer in that form: AutoTokenizer.from_pretrained(...).save_pretrained(directory).",
+        )
+    generation = hf.read_optional_json(path / "generation_config.json")
+    tokenizer_config = hf.read_optional_json(path / "tokenizer_config.json")
+    source = hf.Safetensors(path)
+    head = architecture.HUGGINGFACE_NAMES["lm_head"]
+    ignored = {head} if spec.tie_word_embeddings and head in source.shapes else set()
+    if ignored and not _same(source, head, architecture.HUGGINGFACE_NAMES["embed"]):
+        # The files win over `tie_word_embeddings`, as in transformers 5.
+        spec, ignored = replace(spec, tie_word_embeddings=False), set()
+    bos = hf.token_ids(generation.get("bos_token_id", config.get("bos_token_id")), "bos_token_id")
+    add_bos = tokenizer_config.get("add_bos_token")
+    return LoadedModel(
+        name=name,
+        path=path,
+        format=source.format,
+        file_bytes=source.file_bytes,
+        spec=spec,
+        weights=_read_weights(source, architecture.HUGGINGFACE_NAMES, frozenset(), spec, dtype, device, ignored),
+        tokenizer=TokenizerSource(tokenizer_json, None, tokenizer_config),
+        chat_template=hf.read_chat_template(path, tokenizer_config),
+        eos_token_ids=hf.eos_token_ids(path, generation, config, tokenizer_config=tokenizer_config),
+        bos_token_id=bos[0] if bos else None,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        generation_defaults={key: generation[key] for key in hf.SAMPLING_FIELDS if generation.get(key) is not None},
+    )
+
+
+def _gguf_spec(file: GGUFFile) -> tuple[Architecture, DecoderSpec]:
+    parts = file.metadata.get("split.count", 1)
+    if parts != 1:
+        raise ModelError(
+            f"{file.path}: one of {parts} parts of a split GGUF, which is not supported",
+            hint="Merge the parts with llama-gguf-split --merge.",
+        )
+    architecture = _architecture(file.metadata.get("general.architecture"), file.path)
+    spec = architecture.spec_from_config(architecture.config_from_gguf(file.metadata, file.shapes))
+    if "rope_freqs.weight" in file.tensors:
+        # llama.cpp's converter evaluates the llama3 formula and stores what each inverse frequency is divided by.
+        divisors = torch.empty(file.shapes["rope_freqs.weight"], dtype=torch.float32)
+        file.read_into("rope_freqs.weight", divisors)
+        spec = replace(spec, rope=replace(spec.rope, divisors=tuple(divisors.flatten().tolist())))
+    return architecture, spec
+
+
+def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+    if path.suffix == ".safetensors":
+        raise ModelError(
+            f"{path}: weights alone are not a model", hint="Give the directory, with config.json and tokenizer.json."
+        )
+    file = open_gguf(path)
+    architecture, spec = _gguf_spec(file)
+    metadata = file.metadata
+    eos = [each for key in GGUF_EOS_KEYS for each in hf.token_ids(metadata.get(key), key)]
+    bos = hf.token_ids(metadata.get("tokenizer.ggml.bos_token_id"), "tokenizer.ggml.bos_token_id")
+    add_bos, template = metadata.get("tokenizer.ggml.add_bos_token"), metadata.get("tokenizer.chat_template")
+    return LoadedModel(
+        name=name,
+        path=path,
+        format=file.format,
+        file_bytes=file.file_bytes,
+        spec=spec,
+        weights=_read_weights(file, architecture.GGUF_NAMES, architecture.GGUF_INTERLEAVED, spec, dtype, device, set()),
+        tokenizer=TokenizerSource(None, {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}, {}),
+        chat_template=template if isinstance(template, str) else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos[0] if bos else None,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        generation_defaults={field: metadata[key] for field, key in GGUF_SAMPLING_KEYS.items() if key in metadata},
+    )
+
+
+def _read_weights(
+    source: _Source,
+    names: Mapping[str, str],
+    interleaved: frozenset[str],
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ignored: set[str],
+) -> dict[str, Tensor]:
+    """All weights of the spec, checked for name, shape and type before the first is read."""
+    wanted = spec.weight_shapes()
+    stored = {name: stored_name(names, name) for name in wanted}
+    _check_names(source, set(stored.values()), ignored)
+    for name, shape in wanted.items():
+        found = source.shapes[stored[name]]
+        if found != shape:
+            raise ModelError(
+                f"{source.path}: tensor {stored[name]!r} has shape {list(found)}, the configuration says {list(shape)}"
+            )
+        source.check_type(stored[name])
+    weights = {}
+    for name, shape in wanted.items():
+        weights[name] = torch.empty(shape, dtype=dtype, device=device)
+        kind = weight_kind(name)[0]
+        if kind in interleaved:
+            assert isinstance(source, GGUFFile)
+            heads = shape[0] // spec.head_dim
+            source.read_into(stored[name], weights[name], interleaved_heads=heads)
+        else:
+            source.read_into(stored[name], weights[name])
+    return weights
+
+
+def _check_names(source: _Source, wanted: set[str], ignored: set[str]) -> None:
+    present = set(source.shapes)
+    missing = sorted(wanted - present)
+    if missing:
+        raise ModelError(
+            f"{source.path}: {len(missing)} tensors are missing, the first is {missing[0]!r}",
+            hint="The file is incomplete, or is not the model its configuration describes.",
+        )
+    extra = sorted(name for name in present - wanted - ignored if not HARMLESS.fullmatch(name))
+    if extra:
+        # Leaving a weight out would run a different model without a word.
+        raise ModelError(
+            f"{source.path}: {len(extra)} tensors are not part of the model its configuration describes, "
+            f"the first is {extra[0]!r}",
+            hint="This variant of the architecture is not supported.",
+        )
+
+
+def _same(source: hf.Safetensors, first: str, second: str) -> bool:
+    if second not in source.shapes or source.shapes[first] != source.shapes[second]:
+        return False
+    a, b = (torch.empty(source.shapes[name], dtype=torch.float32) for name in (first, second))
+    source.read_into(first, a)
+    source.read_into(second, b)
+    return torch.equal(a, b)

@@ -1,0 +1,121 @@
+"""What a request gives back. See docs/outputs.md for the exact contract."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity
+
+TopLogprobs = list[list[tuple[float, int]]]  # per position, best first: (logprob, token id)
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Logprobs of the wanted positions. A list that was not asked for is empty; in a stream each holds only the new part.
+
+    `input*` cover prompt positions `logprob_start_len..P-1`. Position 0 has no logprob: None, and no alternatives.
+    `*_top` hold the `top_logprobs_num` best tokens, `*_ids` the tokens of `token_ids_logprob`, as (logprob, token id).
+    """
+
+    input: Sequence[float | None] = ()
+    output: Sequence[float] = ()
+    input_top: Sequence[Sequence[tuple[float, int]] | None] = ()
+    output_top: Sequence[Sequence[tuple[float, int]]] = ()
+    input_ids: Sequence[Sequence[tuple[float, int]] | None] = ()
+    output_ids: Sequence[Sequence[tuple[float, int]]] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Hidden rows, in order of position; in a stream only those not sent before."""
+
+    data: torch.Tensor  # [rows, layers, hidden], CPU, owned by this output
+    positions: Sequence[int] | torch.Tensor  # [rows], absolute
+    layers: tuple[int, ...]  # as the request numbered them
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """One finished answer, or in a stream the new part of one (`finish_reason` is None until the last part)."""
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str | None  # "stop", "length" or "abort"
+    matched_stop: str | int | None  # the stop string or token id that ended it
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int  # prompt tokens that came from the prefix cache
+    rid: str
+    index: int = 0  # which of the prompt's `n` outputs this is
+    logprobs: Logprobs | None = None
+    hidden_states: HiddenStates | None = None
+    copied_bytes: Mapping[str, int] | None = None  # device to host for this output, by kind; in a stream with the last part
+
+
+def _json_number(number: float | None) -> float | None:
+    if number is None or math.isnan(number):
+        return None
+    if math.isinf(number):
+        return JSON_MINUS_INFINITY if number < 0 else None
+    return number
+
+
+def _json_pairs(rows: Sequence[Sequence[tuple[float, int]] | None]) -> list[list[list[Any]] | None]:
+    return [None if row is None else [[_json_number(number), token] for number, token in row] for row in rows]
+
+
+def logprobs_to_dict(logprobs: Logprobs) -> dict[str, Any]:
+    """The fields as strictly valid JSON: minus infinity is -9999.0, NaN is null."""
+    return {
+        "input": [_json_number(number) for number in logprobs.input],
+        "output": [_json_number(number) for number in logprobs.output],
+        "input_top": _json_pairs(logprobs.input_top),
+        "output_top": _json_pairs(logprobs.output_top),
+        "input_ids": _json_pairs(logprobs.input_ids),
+        "output_ids": _json_pairs(logprobs.output_ids),
+    }
+
+
+def _json_rows(rows: Any) -> Any:
+    """Nested lists with null for what JSON cannot hold."""
+    if isinstance(rows, list):
+        return [_json_rows(row) for row in rows]
+    return rows if math.isfinite(rows) else None
+
+
+def hidden_states_to_dict(states: HiddenStates) -> dict[str, Any]:
+    """Type, shape, layers and positions, and the rows as nested lists: NaN and infinities are null."""
+    rows = states.data.tolist()  # already in host memory
+    finite = bool(states.data.isfinite().all())
+    positions = states.positions if isinstance(states.positions, Sequence) else states.positions.tolist()
+    return {
+        "dtype": str(states.data.dtype).removeprefix("torch."),
+        "shape": list(states.data.shape),
+        "layers": list(states.layers),
+        "positions": list(positions),
+        "data": rows if finite else _json_rows(rows),
+    }
+
+
+def output_to_dict(output: Output) -> dict[str, Any]:
+    """The fields of an output as strictly valid JSON: `json.dumps(..., allow_nan=False)` takes them."""
+    return {
+        "text": output.text,
+        "token_ids": list(output.token_ids),
+        "finish_reason": output.finish_reason,
+        "matched_stop": output.matched_stop,
+        "prompt_tokens": output.prompt_tokens,
+        "completion_tokens": output.completion_tokens,
+        "cached_tokens": output.cached_tokens,
+        "rid": output.rid,
+        "index": output.index,
+        "logprobs": None if output.logprobs is None else logprobs_to_dict(output.logprobs),
+        "hidden_states": None if output.hidden_states is None else hidden_states_to_dict(output.hidden_states),
+        "copied_bytes": None if output.copied_bytes is None else dict(output.copied_bytes),
+    }

@@ -1,0 +1,281 @@
+"""What a request may ask for: how to sample, and which outputs it wants back. Every limit is declared here, once.
+
+What can be checked without a model is checked when an object is made; `check` does the rest, before anything is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from sidestream.errors import InvalidRequest
+from sidestream.options import Option, checked, did_you_mean, fields_of, shown
+
+MAX_TEMPERATURE = 100.0
+GREEDY_BELOW = 1e-5  # a lower temperature is 0: in float32 the division would overflow, and the best token wins anyway
+MAX_PENALTY = 2.0  # presence and frequency, either sign
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 10.0
+MAX_LOGIT_BIAS = 100.0  # either sign
+MAX_TOP_K = 2**31 - 1
+MAX_N = 128
+MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
+MAX_STOP_TOKEN_IDS = 128
+MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
+MAX_TOP_LOGPROBS = 100
+MAX_TOKEN_IDS_LOGPROB = 1024
+MAX_HIDDEN_LAYERS = 1024
+
+HiddenStatesMode = bool | Literal["last"]
+
+
+def _normalise(params: object) -> None:
+    """Check every field of a frozen dataclass against its declaration and store the normal form."""
+    for declared in fields_of(type(params)):
+        try:
+            value = checked(declared, getattr(params, declared.name))
+        except ValueError as error:
+            raise InvalidRequest(declared.name, str(error)) from None
+        object.__setattr__(params, declared.name, value)
+
+
+def _check_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
+    for token in ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(param, f"got token id {token}, must be between 0 and {vocab_size - 1} (the vocabulary)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Lists are stored as tuples, `logit_bias` as a dict. Raises InvalidRequest, naming the field, the value and the limit.
+    """
+
+    max_new_tokens: Annotated[
+        int,
+        Option("Most tokens to produce; the context length bounds it too. 0 samples nothing.", low=0, aliases=("--max-tokens",)),
+    ] = 128
+    min_new_tokens: Annotated[
+        int,
+        Option("Tokens to produce before EOS, stop ids and stop strings may end the request.", low=0, aliases=("--min-tokens",)),
+    ] = 0
+    temperature: Annotated[
+        float, Option("Randomness; 0 (or less than 1e-05) always takes the best token.", low=0.0, high=MAX_TEMPERATURE)
+    ] = 1.0
+    top_k: Annotated[int, Option("Sample among the best K tokens only; -1 or 0 for all.", low=-1, high=MAX_TOP_K)] = -1
+    top_p: Annotated[
+        float,
+        Option("Sample among the best tokens whose probabilities reach P together.", low=0.0, above_low=True, high=1.0),
+    ] = 1.0
+    min_p: Annotated[
+        float, Option("Leave out tokens less probable than this share of the best one's probability.", low=0.0, high=1.0)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        Option("Lower a token's logit by this for each time it was produced.", low=-MAX_PENALTY, high=MAX_PENALTY),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Option("Lower a token's logit by this once it was produced.", low=-MAX_PENALTY, high=MAX_PENALTY)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        float,
+        Option(
+            "Divide (or multiply, if negative) the logit of tokens in prompt or output by this; 1 for off.",
+            low=MIN_REPETITION_PENALTY,
+            high=MAX_REPETITION_PENALTY,
+        ),
+    ] = 1.0
+    stop: Annotated[
+        Sequence[str], Option("End when this text appears; the text is cut before it. May be repeated.", max_items=MAX_STOPS)
+    ] = ()
+    stop_token_ids: Annotated[
+        Sequence[int], Option("End when one of these tokens is produced.", low=0, max_items=MAX_STOP_TOKEN_IDS)
+    ] = ()
+    ignore_eos: Annotated[bool, Option("Let the model's end-of-sequence tokens pass as ordinary tokens.")] = False
+    logit_bias: Annotated[
+        Mapping[int, float],
+        Option("Added to the logits of these token ids.", low=-MAX_LOGIT_BIAS, high=MAX_LOGIT_BIAS),
+    ] = field(default_factory=dict)
+    allowed_token_ids: Annotated[Sequence[int] | None, Option("Only these tokens may be produced.", low=0)] = None
+    bad_token_ids: Annotated[Sequence[int], Option("These tokens are never produced.", low=0)] = ()
+    n: Annotated[int, Option("Outputs for the prompt, each with randomness of its own.", low=1, high=MAX_N)] = 1
+    seed: Annotated[
+        int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)
+    ] = None
+    skip_special_tokens: Annotated[bool, Option("Leave special tokens such as EOS out of the text.")] = True
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):  # sets: a repetition says nothing new
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k == 0:
+            object.__setattr__(self, "top_k", -1)
+        if self.min_new_tokens > self.max_new_tokens:
+            limit = f"at most max_new_tokens, {self.max_new_tokens}"
+            raise InvalidRequest("min_new_tokens", f"got {self.min_new_tokens}, must be {limit}")
+        for text in self.stop:
+            if len(text) > MAX_STOP_CHARACTERS:
+                limit = f"at most {MAX_STOP_CHARACTERS} characters"
+                raise InvalidRequest("stop", f"got a text of {len(text)} characters, must be {limit}")
+        for token in self.logit_bias:
+            if token < 0:
+                raise InvalidRequest("logit_bias", f"got token id {token}, must be 0 or more")
+        if self.allowed_token_ids is not None:
+            self._check_some_token_is_left(set(self.allowed_token_ids), ())
+
+    def check(self, *, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
+        """Check what needs the model. Raises InvalidRequest."""
+        for name in ("stop_token_ids", "logit_bias", "bad_token_ids"):
+            _check_ids(name, getattr(self, name), vocab_size)
+        _check_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
+        ends = () if self.ignore_eos else eos_token_ids
+        if self.allowed_token_ids is not None:
+            self._check_some_token_is_left(set(self.allowed_token_ids), ends)
+        elif len(self.bad_token_ids) + len(self.stop_token_ids) + len(ends) >= vocab_size:
+            self._check_some_token_is_left(set(range(vocab_size)), ends)
+
+    def _check_some_token_is_left(self, allowed: set[int], eos_token_ids: Collection[int]) -> None:
+        """Masking every token would leave nothing to sample; min_new_tokens masks those that end the request."""
+        param = "bad_token_ids" if self.allowed_token_ids is None else "allowed_token_ids"
+        left = allowed.difference(self.bad_token_ids)
+        if not left:
+            got = f"got {len(allowed)} tokens of which bad_token_ids leaves none" if allowed else "got an empty list"
+            raise InvalidRequest(param, f"{got}, must leave at least one token that may be produced")
+        if self.min_new_tokens and not left.difference(self.stop_token_ids, eos_token_ids):
+            raise InvalidRequest(
+                param, "got only tokens that end the request, must leave another one while min_new_tokens is above 0"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What one request wants back besides its tokens, with every number absolute."""
+
+    return_logprob: bool
+    logprob_start: int | None  # first prompt position with an entry; None when there is none
+    top_logprobs_num: int
+    token_ids_logprob: tuple[int, ...]
+    logprobs_mode: str  # "raw" or "processed"
+    return_hidden_states: HiddenStatesMode
+    hidden_start: int  # first absolute position wanted; may lie past the last row
+    layers: tuple[int, ...]  # 0 (embeddings) to N (after the final norm), in the order asked; empty when none is wanted
+    requested_layers: tuple[int, ...]  # the same as the caller numbered them
+    hidden_states_dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputParams:
+    """Which outputs one request wants back besides its text and tokens. Raises InvalidRequest."""
+
+    return_logprob: Annotated[bool, Option("Return the logprob of each output token; implied by the logprob options below.")] = (
+        False
+    )
+    logprob_start_len: Annotated[int, Option("First prompt position whose logprob is returned; -1 for none.", low=-1)] = -1
+    top_logprobs_num: Annotated[
+        int, Option("Alternatives returned for each position, best first.", low=0, high=MAX_TOP_LOGPROBS)
+    ] = 0
+    token_ids_logprob: Annotated[
+        Sequence[int] | None,
+        Option("Return the logprobs of these ids at every position.", low=0, max_items=MAX_TOKEN_IDS_LOGPROB),
+    ] = None
+    logprobs_mode: Annotated[
+        str,
+        Option(
+            "Logprobs of the model's own distribution, or of the one sampled from, after penalties, masks and filters.",
+            choices=("raw", "processed"),
+        ),
+    ] = "raw"
+    return_hidden_states: Annotated[
+        HiddenStatesMode, Option('Return the hidden states of every position, or of the "last" only.')
+    ] = False
+    hidden_states_start: Annotated[
+        int, Option("First position whose hidden states are returned; negative counts from the prompt's end.")
+    ] = 0
+    hidden_states_layers: Annotated[
+        Sequence[int],
+        Option(
+            "Layers returned: 0 is the embeddings, i follows block i, -1 is the last block and the final norm.",
+            max_items=MAX_HIDDEN_LAYERS,
+        ),
+    ] = (-1,)
+    hidden_states_dtype: Annotated[
+        str,
+        Option("Type of the returned hidden states.", choices=("model", "float32", "float16", "bfloat16")),
+    ] = "model"
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        ids = self.token_ids_logprob
+        if ids is not None and len(set(ids)) < len(ids):
+            twice = next(token for token in ids if ids.count(token) > 1)
+            raise InvalidRequest("token_ids_logprob", f"got {twice} more than once, must be different ids")
+        if not self.hidden_states_layers:
+            raise InvalidRequest("hidden_states_layers", "got an empty list, must name at least one layer")
+        if self.return_hidden_states == "last" and self.hidden_states_start != 0:
+            got = f"got {self.hidden_states_start}"
+            raise InvalidRequest("hidden_states_start", f'{got}, must be left out with return_hidden_states="last"')
+        implied = self.logprob_start_len >= 0 or self.top_logprobs_num > 0 or bool(ids) or self.logprobs_mode != "raw"
+        object.__setattr__(self, "return_logprob", self.return_logprob or implied)
+
+    def check(self, *, vocab_size: int, num_layers: int, prompt_len: int) -> OutputPlan:
+        """Check what needs the model and the prompt, and make every number absolute. Raises InvalidRequest.
+
+        `num_layers` is the number of blocks N; there are N+1 layers to ask for, as in Hugging Face's `output_hidden_states`.
+        """
+        _check_ids("token_ids_logprob", self.token_ids_logprob or (), vocab_size)
+        if self.top_logprobs_num > vocab_size:
+            limit = f"at most {vocab_size} (the vocabulary)"
+            raise InvalidRequest("top_logprobs_num", f"got {self.top_logprobs_num}, must be {limit}")
+        for layer in self.hidden_states_layers:
+            if not -num_layers - 1 <= layer <= num_layers:
+                limit = f"between {-num_layers - 1} and {num_layers} (the model has {num_layers} blocks)"
+                raise InvalidRequest("hidden_states_layers", f"got {layer}, must be {limit}")
+        if self.hidden_states_start < -prompt_len:
+            limit = f"at least {-prompt_len} (the prompt has {prompt_len} tokens)"
+            raise InvalidRequest("hidden_states_start", f"got {self.hidden_states_start}, must be {limit}")
+        start = self.hidden_states_start
+        wanted = tuple(self.hidden_states_layers) if self.return_hidden_states else ()
+        return OutputPlan(
+            return_logprob=self.return_logprob,
+            logprob_start=self.logprob_start_len if 0 <= self.logprob_start_len < prompt_len else None,
+            top_logprobs_num=self.top_logprobs_num,
+            token_ids_logprob=tuple(self.token_ids_logprob or ()),
+            logprobs_mode=self.logprobs_mode,
+            return_hidden_states=self.return_hidden_states,
+            hidden_start=start if start >= 0 else prompt_len + start,
+            layers=tuple(layer if layer >= 0 else num_layers + 1 + layer for layer in wanted),
+            requested_layers=wanted,
+            hidden_states_dtype=self.hidden_states_dtype,
+        )
+
+
+LIST_VALUED = ("token_ids_logprob", "hidden_states_layers")  # one value of these is itself a list
+
+
+def per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """Spread a keyword over `count` prompts: one value goes to each, a list gives one to each.
+
+    For a list-valued keyword, a list of lists (or None) is per prompt. Raises InvalidRequest when the list is of another length.
+    """
+    spread = isinstance(value, (list, tuple))
+    if spread and name in LIST_VALUED:
+        spread = any(item is None or isinstance(item, (list, tuple)) for item in value)
+    if not spread:
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(name, f"got {len(value)} values for {count} prompts, must be one value or one per prompt")
+    return list(value)
+
+
+def outputs_per_prompt(keywords: Mapping[str, Any], count: int) -> list[OutputParams]:
+    """The output parameters of each of `count` prompts, from the keywords of a call. Raises InvalidRequest."""
+    known = [declared.name for declared in fields_of(OutputParams)]
+    for name in keywords:
+        if name not in known:
+            raise InvalidRequest(name, f"got {shown(keywords[name])}, but no such keyword exists", hint=did_you_mean(name, known))
+    spread = {name: per_prompt(name, value, count) for name, value in keywords.items()}
+    return [OutputParams(**{name: values[index] for name, values in spread.items()}) for index in range(count)]
