@@ -26,7 +26,7 @@ from sidestream.engine.streams import Streams, open_streams
 from sidestream.errors import ConfigError
 from sidestream.messages import Outbound, Submit
 from sidestream.models.decoder import Decoder
-from sidestream.models.loader import LoadedModel, load_model
+from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
 from sidestream.models.spec import DecoderSpec
 from sidestream.text.chat_template import ChatTemplate
 from sidestream.text.stop import StopStringMatcher
@@ -35,7 +35,10 @@ from sidestream.text.tokenizer import Tokenizer
 log = logging.getLogger("sidestream")
 
 DEFAULT_RUNNING = 256
-DEFAULT_CHUNK = {"cpu": 512, "cuda": 2048}  # prompt tokens per step; a step of this many still ends soon enough for those who decode
+DEFAULT_CHUNK = {
+    "cpu": 512,
+    "cuda": 2048,
+}  # prompt tokens per step; a step of this many still ends soon enough for those who decode
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,11 @@ def assemble(
     threads = config.threads or torch.get_num_threads()
     streams = streams or open_streams(device, threads)
     log.info(
-        "sidestream %s · python %s · torch %s · %s", __version__, platform.python_version(), torch.__version__, describe(device, threads)
+        "sidestream %s · python %s · torch %s · %s",
+        __version__,
+        platform.python_version(),
+        torch.__version__,
+        describe(device, threads),
     )
     try:
         return streams.compute.launch(_build, config, emit, streams, constraint, device, dtype).result()
@@ -87,9 +94,7 @@ def _build(
     started = time.perf_counter()
     model = load_model(config.model, dtype=dtype, device=device)
     spec = model.spec
-    size = size_kv_cache(
-        config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=sum(w.nbytes for w in model.weights.values())
-    )
+    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=sum(w.nbytes for w in model.weights.values()))
     _log_model(model, dtype, size, config, time.perf_counter() - started)
     tokenizer = _tokenizer(model, config)
     running = config.max_running_requests or DEFAULT_RUNNING
@@ -140,7 +145,9 @@ def _build(
         overlap=pick_overlap(config.overlap, device),
     )
     template = ChatTemplate(
-        model.chat_template, bos_token=_token(tokenizer, model.bos_token_id), eos_token=_token(tokenizer, _first(model.eos_token_ids))
+        model.chat_template,
+        bos_token=_token(tokenizer, model.bos_token_id),
+        eos_token=_token(tokenizer, _first(model.eos_token_ids)),
     )
     return Assembled(loop, tokenizer, template, spec, limits, dtype, running, config.arena_memory, model.name)
 
@@ -149,7 +156,9 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: got cuda, but this torch finds no CUDA device", hint="Use --device cpu, or install a CUDA build of torch.")
+        raise ConfigError(
+            "device: got cuda, but this torch finds no CUDA device", hint="Use --device cpu, or install a CUDA build of torch."
+        )
     return torch.device(name)
 
 
@@ -172,14 +181,8 @@ def describe(device: torch.device, threads: int) -> str:
 
 
 def _tokenizer(model: LoadedModel, config: EngineConfig) -> Tokenizer:
-    source = model.tokenizer
-    if config.tokenizer is not None:
-        from sidestream.models.loader import tokenizer_source
-
-        source = tokenizer_source(config.tokenizer)
-    return Tokenizer.from_source(
-        source, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos
-    )
+    source = model.tokenizer if config.tokenizer is None else tokenizer_source(config.tokenizer)
+    return Tokenizer.from_source(source, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos)
 
 
 def _token(tokenizer: Tokenizer, id: int | None) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sidestream import __version__
@@ -192,12 +193,13 @@ def run(words: Sequence[str]) -> int:
         parser.error("logprobs and hidden states are printed as JSON only. Add --json")
     if not as_json and streamed and sampling.n > 1:
         parser.error("--stream cannot show several outputs at once. Add --json, or leave one of --stream and --n out")
-    config = EngineConfig.from_env(model, **given_options(arguments, EngineConfig))
-    options = dict(vars(config))
+    options = dict(vars(EngineConfig.from_env(model, **given_options(arguments, EngineConfig))))
+    explicit = "log_level" in arguments or bool(os.environ.get("SIDESTREAM_LOG_LEVEL"))
 
     from sidestream import Engine
 
-    with Engine(options.pop("model"), **options) as engine:
+    # One prompt needs no report of the start: that is shown when a log level was asked for.
+    with _log_on_stderr(options["log_level"] if explicit else "warning"), Engine(options.pop("model"), **options) as engine:
         if streamed:
             prompt = engine.encode_chat(prompt) if "chat" in arguments else prompt
             _print_stream(engine.stream(prompt, sampling, **outputs), as_json)
@@ -208,6 +210,19 @@ def run(words: Sequence[str]) -> int:
             answers = call(prompt, sampling, **outputs)
             _print_answers(answers if isinstance(answers, list) else [answers], engine.stats() if as_json else None)
     return 0
+
+
+@contextmanager
+def _log_on_stderr(level: str) -> Iterator[None]:
+    import logging
+
+    logger, handler = logging.getLogger("sidestream"), logging.StreamHandler()
+    logger.addHandler(handler)
+    logger.setLevel(level.upper())
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _model_and_prompt(parser: Parser, arguments: dict[str, Any]) -> tuple[str | None, Any]:

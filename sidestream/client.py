@@ -227,7 +227,9 @@ class Engine:
         smallest = 4 + row.hidden + 2 * row.logprob
         if smallest > parts.arena_bytes:
             raise InvalidRequest(
-                field, f"one row needs {smallest} bytes, must be at most {parts.arena_bytes} (--arena-memory)", hint="Ask for fewer layers."
+                field,
+                f"one row needs {smallest} bytes, must be at most {parts.arena_bytes} (--arena-memory)",
+                hint="Ask for fewer layers.",
             )
         length = len(prompt.ids)
         new = min(prompt.sampling.max_new_tokens, parts.limits.context - length)
@@ -257,7 +259,9 @@ class Engine:
             with open_progress(progress, total) as bar:
                 while len(answers) < total:
                     # Feed the queue as far as there is room; wait for a place only when nothing of this call is under way.
-                    while submitted < len(prompts) and self._take_place(blocking=submitted == 0 or self._idle(prompts[:submitted], answers)):
+                    while submitted < len(prompts) and self._take_place(
+                        blocking=submitted == 0 or self._idle(prompts[:submitted], answers)
+                    ):
                         self._submit(prompts[submitted])
                         submitted += 1
                     self._collect(prompts[0].events, answers, bar)

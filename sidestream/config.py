@@ -30,9 +30,7 @@ class EngineConfig:
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
     ] = "auto"
-    device: Annotated[
-        str, Option("Where the model runs; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda"))
-    ] = "auto"
+    device: Annotated[str, Option("Where the model runs; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda"))] = "auto"
     context_length: Annotated[
         int | None,
         Option("Most tokens of prompt and output together. Default: the model's.", low=1, aliases=("--max-model-len",)),

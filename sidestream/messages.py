@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from sidestream.params import OutputPlan, SamplingParams
 
 
-class Submit(NamedTuple):
+@dataclass(frozen=True)
+class Submit:
     """One choice of one prompt. `key` is unique in the engine's life; choices of a prompt share the rid, and follow their primary."""
 
     key: int

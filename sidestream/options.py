@@ -214,9 +214,7 @@ KINDS: dict[Any, Kind] = {
     str: Kind(_text, str, "a text that is not empty", "TEXT"),
     Sequence[int]: Kind(_integers, _read_integers, "a list of integers", "N,N", _joined),
     Sequence[str]: Kind(_texts, lambda text: (text,), "a text or a list of texts, none of them empty", "TEXT", _joined),
-    Mapping[int, float]: Kind(
-        _bias, _read_bias, "a mapping from token id to a finite number, each id once,", "ID=X,ID=X", _merged
-    ),
+    Mapping[int, float]: Kind(_bias, _read_bias, "a mapping from token id to a finite number, each id once,", "ID=X,ID=X", _merged),
     bool | Literal["last"]: Kind(_boolean_or_last, _read_boolean_or_last, 'true, false or "last"', "last"),
 }
 

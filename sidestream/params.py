@@ -68,9 +68,9 @@ class SamplingParams:
         float,
         Option("Sample among the best tokens whose probabilities reach P together.", low=0.0, above_low=True, high=1.0),
     ] = 1.0
-    min_p: Annotated[
-        float, Option("Leave out tokens less probable than this share of the best one's probability.", low=0.0, high=1.0)
-    ] = 0.0
+    min_p: Annotated[float, Option("Leave out tokens less probable than this share of the best one's probability.", low=0.0, high=1.0)] = (
+        0.0
+    )
     frequency_penalty: Annotated[
         float,
         Option("Lower a token's logit by this for each time it was produced.", low=-MAX_PENALTY, high=MAX_PENALTY),
@@ -89,9 +89,7 @@ class SamplingParams:
     stop: Annotated[
         Sequence[str], Option("End when this text appears; the text is cut before it. May be repeated.", max_items=MAX_STOPS)
     ] = ()
-    stop_token_ids: Annotated[
-        Sequence[int], Option("End when one of these tokens is produced.", low=0, max_items=MAX_STOP_TOKEN_IDS)
-    ] = ()
+    stop_token_ids: Annotated[Sequence[int], Option("End when one of these tokens is produced.", low=0, max_items=MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: Annotated[bool, Option("Let the model's end-of-sequence tokens pass as ordinary tokens.")] = False
     logit_bias: Annotated[
         Mapping[int, float],
@@ -100,9 +98,7 @@ class SamplingParams:
     allowed_token_ids: Annotated[Sequence[int] | None, Option("Only these tokens may be produced.", low=0)] = None
     bad_token_ids: Annotated[Sequence[int], Option("These tokens are never produced.", low=0)] = ()
     n: Annotated[int, Option("Outputs for the prompt, each with randomness of its own.", low=1, high=MAX_N)] = 1
-    seed: Annotated[
-        int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)
-    ] = None
+    seed: Annotated[int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)] = None
     skip_special_tokens: Annotated[bool, Option("Leave special tokens such as EOS out of the text.")] = True
 
     def __post_init__(self) -> None:
@@ -146,9 +142,7 @@ class SamplingParams:
             got = f"got {len(allowed)} tokens of which bad_token_ids leaves none" if allowed else "got an empty list"
             raise InvalidRequest(param, f"{got}, must leave at least one token that may be produced")
         if self.min_new_tokens and not left.difference(self.stop_token_ids, eos_token_ids):
-            raise InvalidRequest(
-                param, "got only tokens that end the request, must leave another one while min_new_tokens is above 0"
-            )
+            raise InvalidRequest(param, "got only tokens that end the request, must leave another one while min_new_tokens is above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +165,9 @@ class OutputPlan:
 class OutputParams:
     """Which outputs one request wants back besides its text and tokens. Raises InvalidRequest."""
 
-    return_logprob: Annotated[bool, Option("Return the logprob of each output token; implied by the logprob options below.")] = (
-        False
-    )
+    return_logprob: Annotated[bool, Option("Return the logprob of each output token; implied by the logprob options below.")] = False
     logprob_start_len: Annotated[int, Option("First prompt position whose logprob is returned; -1 for none.", low=-1)] = -1
-    top_logprobs_num: Annotated[
-        int, Option("Alternatives returned for each position, best first.", low=0, high=MAX_TOP_LOGPROBS)
-    ] = 0
+    top_logprobs_num: Annotated[int, Option("Alternatives returned for each position, best first.", low=0, high=MAX_TOP_LOGPROBS)] = 0
     token_ids_logprob: Annotated[
         Sequence[int] | None,
         Option("Return the logprobs of these ids at every position.", low=0, max_items=MAX_TOKEN_IDS_LOGPROB),
@@ -189,9 +179,7 @@ class OutputParams:
             choices=("raw", "processed"),
         ),
     ] = "raw"
-    return_hidden_states: Annotated[
-        HiddenStatesMode, Option('Return the hidden states of every position, or of the "last" only.')
-    ] = False
+    return_hidden_states: Annotated[HiddenStatesMode, Option('Return the hidden states of every position, or of the "last" only.')] = False
     hidden_states_start: Annotated[
         int, Option("First position whose hidden states are returned; negative counts from the prompt's end.")
     ] = 0

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import subprocess
 import sys
 import types
@@ -337,6 +338,18 @@ def test_failures_are_one_line_with_the_hint(engine, capsys, failure, status, me
     engine.failure = failure
     assert cli.main(["run", "Hi"]) == status
     assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    ("words", "variable", "shown"),
+    [([], "", False), (["--log-level", "info"], "", True), ([], "info", True), (["--log-level", "error"], "info", False)],
+)
+def test_the_log_is_shown_on_demand(engine, capsys, monkeypatch, words, variable, shown):
+    monkeypatch.setenv("SIDESTREAM_LOG_LEVEL", variable)
+    monkeypatch.setattr(engine, "stats", lambda self: logging.getLogger("sidestream").info("model loaded") or STATS)
+    assert cli.main(["run", "Hi", "--json", *words]) == 0
+    assert capsys.readouterr().err == ("model loaded\n" if shown else "")
+    assert logging.getLogger("sidestream").handlers == []
 
 
 def test_debugging_shows_where(engine, capsys):

@@ -41,7 +41,9 @@ def test_fields_are_those_of_the_contract():
         "index": 0,
         "logprobs": None,
         "hidden_states": None,
+        "copied_bytes": None,
     }
+    assert strict(made(copied_bytes={"token": 8}))["copied_bytes"] == {"token": 8}
 
 
 def test_logprobs_are_strictly_valid_json():

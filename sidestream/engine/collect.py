@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ class StepRows(NamedTuple):
     kept: dict[int, KeptRow]
     copied_bytes: dict[int, dict[str, int]]  # by kind, without the token
 
+    def add(self, span: int, rows: Rows, kind: str, size: int) -> None:
+        self.rows[span] = rows
+        self.copied_bytes.setdefault(span, {"logprob": 0, "hidden": 0})[kind] += size
+
 
 def collect_rows(batch: Batch, result: GenerationBatchResult) -> StepRows | None:
     """Called when `copy_done` is complete and before the arena block is used again. None when the batch returns only tokens."""
@@ -30,44 +34,44 @@ def collect_rows(batch: Batch, result: GenerationBatchResult) -> StepRows | None
     if not (batch.return_logprob or layout.taps):
         return None
     out = StepRows({}, {}, {})
-    for name, block, slices in (
-        ("input_logprobs", result.logits_output.input_token_logprobs, layout.input_slices),
-        ("output_logprobs", result.logits_output.next_token_logprobs, layout.next_slices),
-    ):
-        if block is None:
-            continue
-        arrays = LogprobBlock(*(None if part is None else host_array(part) for part in block))
-        for part in slices:
-            rows = _logprob_rows(arrays, part)
-            _add(out, part.span, name, rows, "logprob", sum(a.nbytes for a in rows[1:] if a is not None))  # type: ignore[union-attr]
+    for part, rows in _logprob_parts(result.logits_output.input_token_logprobs, layout.input_slices):
+        out.add(part.span, out.rows.get(part.span, Rows())._replace(input_logprobs=rows), "logprob", _nbytes(rows))
+    for part, rows in _logprob_parts(result.logits_output.next_token_logprobs, layout.next_slices):
+        out.add(part.span, out.rows.get(part.span, Rows())._replace(output_logprobs=rows), "logprob", _nbytes(rows))
     if result.logits_output.hidden_states is not None:
         for piece in layout.hidden_slices:
             host = result.logits_output.hidden_states[piece.group][piece.rows]
-            _add(out, piece.span, "hidden", hidden_rows(host, piece.position), "hidden", host.nbytes)
+            hidden = hidden_rows(host, piece.position)
+            out.add(piece.span, out.rows.get(piece.span, Rows())._replace(hidden=hidden), "hidden", host.nbytes)
     for piece in layout.kept_slices:
         kept = KeptRow(result, result.kept_hidden_states[piece.group], piece.rows.start, piece.position)
         out.kept[piece.span] = kept
     return out
 
 
-def _add(out: StepRows, span: int, name: str, rows: LogprobRows | HiddenRows, kind: str, size: int) -> None:
-    out.rows[span] = out.rows.get(span, Rows())._replace(**{name: rows})
-    sizes = out.copied_bytes.setdefault(span, {"logprob": 0, "hidden": 0})
-    sizes[kind] += size
+def _logprob_parts(block: LogprobBlock | None, slices: Sequence[LogprobSlice]) -> Iterator[tuple[LogprobSlice, LogprobRows]]:
+    if block is not None:
+        arrays = LogprobBlock(*(None if part is None else host_array(part) for part in block))
+        for part in slices:
+            yield part, _logprob_rows(arrays, part)
+
+
+def _nbytes(rows: LogprobRows) -> int:
+    return sum(part.nbytes for part in (rows.chosen, rows.top_values, rows.top_ids, rows.id_values) if part is not None)
 
 
 def _logprob_rows(block: LogprobBlock, part: LogprobSlice) -> LogprobRows:
     n = part.rows.stop - part.rows.start
 
-    def cut(values: npt.NDArray[np.generic] | None, where: slice) -> npt.NDArray[np.generic] | None:
+    def cut(values: npt.NDArray[Any] | None, where: slice) -> npt.NDArray[Any] | None:
         return None if values is None or where.start == where.stop else values[where].reshape(n, -1).copy()
 
     return LogprobRows(
         part.position,
         block.chosen[part.rows].copy(),
-        cut(block.top_values, part.top),  # type: ignore[arg-type]
-        cut(block.top_ids, part.top),  # type: ignore[arg-type]
-        cut(block.id_values, part.ids),  # type: ignore[arg-type]
+        cut(block.top_values, part.top),
+        cut(block.top_ids, part.top),
+        cut(block.id_values, part.ids),
     )
 
 

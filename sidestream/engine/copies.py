@@ -79,9 +79,7 @@ class Arena:
 class Copies:
     """The side stream with its arena and ledger."""
 
-    def __init__(
-        self, compute: Stream, side: Stream, arena: Arena, ledger: Ledger, *, hidden_size: int = 0, itemsize: int = 4
-    ) -> None:
+    def __init__(self, compute: Stream, side: Stream, arena: Arena, ledger: Ledger, *, hidden_size: int = 0, itemsize: int = 4) -> None:
         self.compute = compute
         self.side = side
         self.arena = arena

@@ -20,7 +20,7 @@ from sidestream.engine.request import Constraint, FinishReason, Request, StopMat
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
-from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Stop, Submit
+from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Submit
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
 
@@ -302,4 +302,3 @@ class EngineLoop:
             self._finish(request, "abort", step)
         self._emit(step)
         self.runner.streams.close()
-

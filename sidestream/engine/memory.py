@@ -23,7 +23,15 @@ class DeviceMemory:
     """
 
     def __init__(
-        self, spec: DecoderSpec, *, num_pages: int, page_size: int, slots: int, context: int, dtype: torch.dtype, device: torch.device
+        self,
+        spec: DecoderSpec,
+        *,
+        num_pages: int,
+        page_size: int,
+        slots: int,
+        context: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.page_size = page_size
         self.device = device

@@ -232,9 +232,7 @@ def plan_outputs(
     )
 
 
-def _plan_hidden(
-    request: Request, span: int, start: int, end: int, offset: int, sample: bool, copied: _Taps, kept: _Taps
-) -> None:
+def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int, sample: bool, copied: _Taps, kept: _Taps) -> None:
     plan = request.plan
     if plan.return_hidden_states is True:
         first = max(start, request.hidden_next)

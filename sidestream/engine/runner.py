@@ -111,9 +111,7 @@ class Runner:
             token_ids=memory.token_table[slots, positions],
             positions=positions,
             cache_rows=memory.page_table[slots, positions // size].long() * size + positions % size,
-            groups=plan_attention(
-                self.decoder.spec, memory.page_table, size, batch.slots, batch.starts, batch.lengths, memory.upload
-            ),
+            groups=plan_attention(self.decoder.spec, memory.page_table, size, batch.slots, batch.starts, batch.lengths, memory.upload),
         )
 
     def _tap(self, group: TapGroup) -> Tap:

@@ -54,9 +54,7 @@ class Sampled(NamedTuple):
     processed: Tensor  # [rows, vocabulary] float32 logits of the output distribution (temperature 1 at temperature 0)
 
 
-def plan_sampling(
-    requests: Sequence[Request], slots: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], features: int
-) -> SamplingPlan:
+def plan_sampling(requests: Sequence[Request], slots: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], features: int) -> SamplingPlan:
     """Gather the parameters of the sampled rows. `ends[i]` tokens precede the one sampled in row i."""
     plan = SamplingPlan(features, slots, ends)
     changes: dict[str, object] = {}
@@ -111,9 +109,7 @@ def _plan_edits(requests: Sequence[Request]) -> dict[str, object]:
     return edits
 
 
-def uniform(
-    seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
-) -> npt.NDArray[np.float64]:
+def uniform(seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row, a function of (seed, choice index, absolute position) alone.
 
     A counter-based generator: splitmix64's finaliser (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) over
@@ -124,18 +120,16 @@ def uniform(
         state = _mix(seed + golden)
         state = _mix(state ^ (index * golden + np.uint64(0x632BE59BD9B4E019)))
         state = _mix(state ^ (position * golden + np.uint64(0xD1B54A32D192ED03)))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
-def sample(
-    logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None
-) -> Sampled:
+def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Sampled:
     """Choose one token per row. logits: [rows, vocabulary] float32, left as they are. mask: [rows, ceil(vocabulary/32)] packed bits."""
     edited = _edit(logits, plan, token_table, upload, mask)
     if plan.temperature is None or plan.uniform is None:
@@ -152,9 +146,7 @@ def sample(
     return Sampled(tokens.to(torch.int32), processed)
 
 
-def _edit(
-    logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None
-) -> Tensor:
+def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Tensor:
     """Transforms 1 to 3, on a copy where there are any."""
     if mask is None and not plan.features & (Feature.PENALTY | Feature.EDIT):
         return logits
@@ -162,7 +154,7 @@ def _edit(
     if plan.penalised is not None:
         _penalise(logits, plan, token_table, upload)
     if plan.bias is not None:
-        rows, ids, values = map(upload, plan.bias)
+        rows, ids, values = (upload(part) for part in plan.bias)
         logits.index_put_((rows, ids), values, accumulate=True)
     if plan.allowed is not None:
         restricted, rows, ids = map(upload, plan.allowed)
@@ -254,9 +246,7 @@ def score(logits: Tensor, targets: Tensor, plan: ScorePlan, upload: Upload) -> L
     return LogprobBlock(chosen, top_values, top_ids, id_values)
 
 
-def score_in_pieces(
-    plan: ScorePlan, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], vocabulary: int, upload: Upload
-) -> LogprobBlock:
+def score_in_pieces(plan: ScorePlan, hidden: Tensor, lm_head: Callable[[Tensor], Tensor], vocabulary: int, upload: Upload) -> LogprobBlock:
     """Input logprobs of many rows without `[rows, vocabulary]` floats at once. hidden: [tokens, hidden] after the final norm."""
     assert plan.targets is not None
     size = max(1, LOGITS_PIECE_BYTES // (4 * vocabulary))

@@ -35,9 +35,7 @@ def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, dev
     """Raises ConfigError, with the arithmetic, when not even one page fits."""
     per_token = spec.kv_bytes_per_token(itemsize)
     if config.context_length is not None and config.context_length > spec.max_position:
-        raise ConfigError(
-            f"context_length: got {config.context_length}, must be at most {spec.max_position} (what the model was made for)"
-        )
+        raise ConfigError(f"context_length: got {config.context_length}, must be at most {spec.max_position} (what the model was made for)")
     wanted = config.context_length or spec.max_position
     if config.kv_tokens is not None:
         tokens, reason = config.kv_tokens, "kv_tokens"

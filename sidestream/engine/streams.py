@@ -68,14 +68,14 @@ class CudaStream:
     """A CUDA stream. `launch` enqueues and returns; errors of the host part are raised at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream: Any = torch.cuda.Stream(device)
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def launch(self, fn: Callable[..., T], *args: Any) -> Launched[T]:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             return Launched[T]().run(fn, *args)
 
     def record(self) -> Event:
-        event: Any = torch.cuda.Event()
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -133,7 +134,7 @@ class Decoder:
         spec, w = self.spec, self.weights
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         qkv = F.linear(x, w[p + "qkv"], w.get(p + "qkv_bias")).view(-1, heads + 2 * kv_heads, dim)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)  # [tokens, heads, head_dim]
+        q, k, v = torch.split(qkv, [heads, kv_heads, kv_heads], 1)  # [tokens, heads, head_dim]
         if spec.qk_norm:
             q, k = self._norm(q, w[p + "q_norm"]), self._norm(k, w[p + "k_norm"])
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
@@ -181,10 +182,10 @@ class Decoder:
                         tap.out[:, j].copy_(rows)
 
 
-_ACTIVATIONS = {
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
 
 

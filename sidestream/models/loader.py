@@ -119,6 +119,18 @@ def _in_directory(directory: Path) -> Path:
     )
 
 
+def tokenizer_source(path: str) -> TokenizerSource:
+    """A tokenizer that is not the model's own: a tokenizer.json, the directory that holds one, or a GGUF file."""
+    found = _local(path)
+    if found is not None and found.suffix == ".gguf":
+        metadata = open_gguf(found).metadata
+        return TokenizerSource(None, {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}, {})
+    file = found / "tokenizer.json" if found is not None and found.is_dir() else found
+    if file is None or not file.exists():
+        raise ModelError(f"{path}: there is no tokenizer", hint="Name a tokenizer.json, a directory with one, or a .gguf file.")
+    return TokenizerSource(file, None, hf.read_optional_json(file.parent / "tokenizer_config.json"))
+
+
 def read_spec(model: str) -> DecoderSpec:
     """The spec alone, from configuration and headers; no weights are read. Raises as `load_model` does."""
     path = resolve_model(model)
@@ -203,9 +215,7 @@ def _gguf_spec(file: GGUFFile) -> tuple[Architecture, DecoderSpec]:
 
 def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     if path.suffix == ".safetensors":
-        raise ModelError(
-            f"{path}: weights alone are not a model", hint="Give the directory, with config.json and tokenizer.json."
-        )
+        raise ModelError(f"{path}: weights alone are not a model", hint="Give the directory, with config.json and tokenizer.json.")
     file = open_gguf(path)
     architecture, spec = _gguf_spec(file)
     metadata = file.metadata
@@ -244,9 +254,7 @@ def _read_weights(
     for name, shape in wanted.items():
         found = source.shapes[stored[name]]
         if found != shape:
-            raise ModelError(
-                f"{source.path}: tensor {stored[name]!r} has shape {list(found)}, the configuration says {list(shape)}"
-            )
+            raise ModelError(f"{source.path}: tensor {stored[name]!r} has shape {list(found)}, the configuration says {list(shape)}")
         source.check_type(stored[name])
     weights = {}
     for name, shape in wanted.items():
@@ -273,8 +281,7 @@ def _check_names(source: _Source, wanted: set[str], ignored: set[str]) -> None:
     if extra:
         # Leaving a weight out would run a different model without a word.
         raise ModelError(
-            f"{source.path}: {len(extra)} tensors are not part of the model its configuration describes, "
-            f"the first is {extra[0]!r}",
+            f"{source.path}: {len(extra)} tensors are not part of the model its configuration describes, the first is {extra[0]!r}",
             hint="This variant of the architecture is not supported.",
         )
 

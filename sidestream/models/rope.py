@@ -65,9 +65,7 @@ def rope_from_config(config: Mapping[str, Any], head_dim: int, *, default_theta:
     kind = rope.rope_type or rope.type or "default"
     if kind in LENGTH_DEPENDENT:
         # A key rotated by one angle while the text is short and by another later could be neither cached nor shared.
-        raise ModelError(
-            f"rope: kind {kind!r} changes its angles with the running length, which is not supported", hint=_supported()
-        )
+        raise ModelError(f"rope: kind {kind!r} changes its angles with the running length, which is not supported", hint=_supported())
     if kind not in KINDS:
         raise ModelError(f"rope: unknown kind {kind!r}", hint=_supported())
     for field in REQUIRED.get(kind, ()):

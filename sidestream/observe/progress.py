@@ -45,6 +45,12 @@ def open_progress(wanted: bool | None, total: int) -> Iterator[Progress]:
     except ImportError:  # rich is optional
         yield _Silent()
         return
-    columns = (TextColumn("generate"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    columns = (
+        TextColumn("generate"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+    )
     with RichProgress(*columns, console=Console(stderr=True)) as bar:
         yield _Bar(bar, bar.add_task("generate", total=total, speed=""))

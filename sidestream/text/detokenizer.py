@@ -41,9 +41,7 @@ class _ByteText:
         self._token_bytes = tokenizer.token_bytes
         self._skipped = skipped
         self._decoder = _utf8_decoder("replace")
-        self._at_start = tokenizer.strips_first_space and not any(
-            tokenizer.token_bytes(id) for id in prompt_ids if id not in skipped
-        )
+        self._at_start = tokenizer.strips_first_space and not any(tokenizer.token_bytes(id) for id in prompt_ids if id not in skipped)
 
     def step(self, id: int) -> str:
         if id in self._skipped:

@@ -151,5 +151,5 @@ def test_like_transformers_on_other_templates() -> None:
     extras: list[dict[str, Any]] = [{"tools": tools}, {"continue_final_message": True, "add_generation_prompt": False}]
     for chat in chats:
         for extra in extras:
-            theirs, _ = render_jinja_template([chat], chat_template=RICH, bos_token="<s>", eos_token="</s>", **extra)
-            assert template(RICH).render(chat, **extra) == theirs[0]
+            theirs = render_jinja_template([chat], chat_template=RICH, bos_token="<s>", eos_token="</s>", **extra)
+            assert template(RICH).render(chat, **extra) == theirs[0][0]
