@@ -64,6 +64,8 @@ def assemble(
     constraint: Callable[[Submit], Constraint | None] = lambda _: None,
 ) -> Assembled:
     """Load the model and build the engine. Raises ModelError or ConfigError."""
+    if log.level == logging.NOTSET:  # an application that has set a level keeps it
+        log.setLevel(config.log_level.upper())
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
     threads = config.threads or torch.get_num_threads()

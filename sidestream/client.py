@@ -17,14 +17,13 @@ from sidestream.answers import Choice, Delta, Prompt, StreamedChoice, deltas
 from sidestream.assemble import Assembled, assemble
 from sidestream.config import EngineConfig
 from sidestream.engine.loop import EngineLoop
-from sidestream.engine.outputs import row_bytes
-from sidestream.errors import ContextLengthExceeded, EngineDead, InvalidRequest, QueueFull
+from sidestream.errors import EngineDead, InvalidRequest, QueueFull
 from sidestream.messages import Abort, Call, EngineFailed, Outbound, StepOutputs, Stop, Submit
 from sidestream.observe.progress import Progress, open_progress
 from sidestream.output import Output
-from sidestream.params import OutputParams, SamplingParams, outputs_per_prompt, per_prompt
+from sidestream.params import SamplingParams
+from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
 
-PromptLike = str | Sequence[int]
 Event = tuple[Choice, Delta] | BaseException
 
 
@@ -74,9 +73,9 @@ class Engine:
         value or a list with one per prompt. `progress` shows a bar (default: for many prompts on a terminal).
         Raises InvalidRequest before anything is queued, EngineDead if the engine stops.
         """
-        many = not _is_one_prompt(prompts)
+        many = not is_one_prompt(prompts)
         listed = list(cast("Sequence[PromptLike]", prompts)) if many else [cast(PromptLike, prompts)]
-        answers = self._answer([self._encode(prompt) for prompt in listed], sampling_params, rid, progress, outputs)
+        answers = self._answer([encode(self._parts, prompt) for prompt in listed], sampling_params, rid, progress, outputs)
         return answers if many or len(answers) != 1 else answers[0]
 
     def chat(
@@ -103,7 +102,7 @@ class Engine:
 
         The request is checked and queued now; it is aborted when the iterator is closed early. Raises QueueFull if the queue is.
         """
-        prepared = self._prepare([self._encode(prompt)], sampling_params, rid, outputs, streaming=True)[0]
+        prepared = self._prepare([encode(self._parts, prompt)], sampling_params, rid, outputs, StreamedChoice)[0]
         if not self._take_place(blocking=False):
             raise QueueFull(f"{self._place_limit} requests are running or waiting", hint="Try again later, or raise --max-queued-requests.")
         self._submit(prepared)
@@ -163,95 +162,22 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    # From keywords to requests
-
-    def _encode(self, prompt: PromptLike) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self._parts.tokenizer.encode(prompt)
-        else:
-            ids = _token_ids(prompt)
-            limit = self._parts.spec.vocab_size
-            for token in ids:
-                if not 0 <= token < limit:
-                    raise InvalidRequest("prompt", f"got token id {token}, must be between 0 and {limit - 1} (the vocabulary)")
-        if not ids:
-            raise InvalidRequest("prompt", "got an empty prompt, must have at least one token")
-        return ids
+    # From requests to answers
 
     def _prepare(
-        self, ids: list[list[int]], sampling_params: Any, rid: Any, outputs: Mapping[str, Any], *, streaming: bool
+        self, ids: list[list[int]], sampling_params: Any, rid: Any, outputs: Mapping[str, Any], kind: type[Choice]
     ) -> list[Prompt]:
-        """Check everything before anything is queued."""
-        parts, count = self._parts, len(ids)
-        samplings = per_prompt("sampling_params", sampling_params if sampling_params is not None else SamplingParams(), count)
-        rids = per_prompt("rid", rid, count)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        prompts = []
-        for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
-            if not isinstance(sampling, SamplingParams):
-                raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
-            sampling.check(vocab_size=parts.spec.vocab_size, eos_token_ids=parts.limits.eos_token_ids)
-            self._check_length(len(tokens), sampling)
-            plan = wanted.check(vocab_size=parts.spec.vocab_size, num_layers=parts.spec.num_layers, prompt_len=len(tokens))
-            prompt = Prompt(
-                rid=_checked_rid(name),
-                ids=tokens,
-                sampling=sampling,
-                plan=plan,
-                hidden_size=parts.spec.hidden_size,
-                compute_dtype=str(parts.dtype).removeprefix("torch."),
-                tokenizer=parts.tokenizer,
-                events=events,
-            )
-            self._check_bytes(prompt, wanted)
-            kind = StreamedChoice if streaming else Choice
-            prompt.choices = [kind(prompt, index, next(self._keys)) for index in range(sampling.n)]
-            prompts.append(prompt)
+        prompts = prepare(self._parts, ids, sampling_params, rid, outputs, max_output_bytes=self.config.max_output_bytes)
+        for prompt in prompts:
+            prompt.choices = [kind(prompt, index, next(self._keys)) for index in range(prompt.sampling.n)]
         return prompts
-
-    def _check_length(self, count: int, sampling: SamplingParams) -> None:
-        context = self._parts.limits.context
-        if count > context or (count == context and sampling.max_new_tokens > 0):
-            asked = f"{sampling.max_new_tokens} tokens of output" if count == context else "the output"
-            raise ContextLengthExceeded(
-                "prompt",
-                f"This model's maximum context length is {context} tokens. However, the prompt has {count} tokens, which leaves no room "
-                f"for {asked}.",
-                hint="Shorten the prompt.",
-            )
-
-    def _check_bytes(self, prompt: Prompt, wanted: OutputParams) -> None:
-        parts, plan = self._parts, prompt.plan
-        row = row_bytes(plan, parts.spec.hidden_size, parts.dtype.itemsize)
-        field = "hidden_states_layers" if row.hidden else "token_ids_logprob"
-        smallest = 4 + row.hidden + 2 * row.logprob
-        if smallest > parts.arena_bytes:
-            raise InvalidRequest(
-                field,
-                f"one row needs {smallest} bytes, must be at most {parts.arena_bytes} (--arena-memory)",
-                hint="Ask for fewer layers.",
-            )
-        length = len(prompt.ids)
-        new = min(prompt.sampling.max_new_tokens, parts.limits.context - length)
-        rows = 1 if plan.return_hidden_states == "last" else max(0, length + max(new, 1) - 1 - plan.hidden_start)
-        inputs = length - plan.logprob_start if plan.logprob_start is not None else 0
-        total = rows * row.hidden * prompt.sampling.n + (inputs + new * prompt.sampling.n) * row.logprob
-        if total > self.config.max_output_bytes:
-            field = "return_hidden_states" if row.hidden else "return_logprob"
-            raise InvalidRequest(
-                field,
-                f"the outputs may take {total} bytes, must be at most {self.config.max_output_bytes} (--max-output-bytes)",
-                hint="Ask for fewer layers or positions, or lower max_new_tokens.",
-            )
-
-    # From requests to answers
 
     def _answer(
         self, ids: list[list[int]], sampling_params: Any, rid: Any, progress: bool | None, outputs: Mapping[str, Any]
     ) -> list[Output]:
         if not ids:
             return []
-        prompts = self._prepare(ids, sampling_params, rid, outputs, streaming=False)
+        prompts = self._prepare(ids, sampling_params, rid, outputs, Choice)
         answers: dict[int, Output] = {}
         total = sum(len(prompt.choices) for prompt in prompts)
         submitted = 0
@@ -400,31 +326,3 @@ def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
     from dataclasses import replace
 
     return replace(sampling, seed=seed)
-
-
-def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, str):
-        return True
-    if getattr(prompts, "ndim", None) is not None:  # a numpy array or a tensor
-        return bool(prompts.ndim == 1)
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of them")
-    return len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if not isinstance(ids, (list, tuple)):
-        raise InvalidRequest("prompt", f"got {type(prompt).__name__}, must be text or a list of token ids")
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
-            raise InvalidRequest("prompt", f"got {token!r} among the token ids, must be integers")
-    return [int(token) for token in ids]
-
-
-def _checked_rid(rid: Any) -> str:
-    if rid is None:
-        return secrets.token_hex(8)
-    if not isinstance(rid, str) or not rid:
-        raise InvalidRequest("rid", f"got {rid!r}, must be a text that is not empty")
-    return rid

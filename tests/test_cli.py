@@ -153,10 +153,7 @@ def test_token_ids_in_place_of_a_prompt(engine):
 
 
 def test_words_that_begin_with_a_dash(engine):
-    assert (
-        cli.main(["run", "--stop", "-x", "--hidden-states-layers", "-1,12", "--json", "--return-hidden-states", "--", "-5+3"])
-        == 0
-    )
+    assert cli.main(["run", "--stop", "-x", "--hidden-states-layers", "-1,12", "--json", "--return-hidden-states", "--", "-5+3"]) == 0
     name, prompt, sampling, outputs = call_of(engine)
     assert (name, prompt, sampling.stop) == ("generate", "-5+3", ("-x",))
     assert outputs == {"hidden_states_layers": (-1, 12), "return_hidden_states": True}
@@ -227,9 +224,7 @@ def test_every_sampling_and_output_option_has_a_flag(engine):
 def test_engine_options_from_flags_and_environment(engine, monkeypatch):
     monkeypatch.setenv("SIDESTREAM_PAGE_SIZE", "8")
     monkeypatch.setenv("SIDESTREAM_THREADS", "2")
-    words = (
-        "--page-size 4 --kv-memory 2GiB --disable-overlap-schedule --disable-radix-cache --max-model-len 100 --log-level error"
-    )
+    words = "--page-size 4 --kv-memory 2GiB --disable-overlap-schedule --disable-radix-cache --max-model-len 100 --log-level error"
     assert cli.main(["run", "Hi", *words.split()]) == 0
     options = engine.calls[0][2]
     assert options["page_size"] == 4

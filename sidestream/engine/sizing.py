@@ -27,8 +27,8 @@ class KVSize:
 
     def __str__(self) -> str:
         tokens = self.num_pages * self.page_size
-        full = tokens / self.context
-        return f"{tokens:,} tokens in pages of {self.page_size} = {self.bytes / GIB:.2f} GiB ({self.reason}) = {full:.1f} requests of {self.context:,}"
+        size = f"{tokens:,} tokens in pages of {self.page_size} = {self.bytes / GIB:.2f} GiB ({self.reason})"
+        return f"{size} = {tokens / self.context:.1f} requests of {self.context:,}"
 
 
 def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int) -> KVSize:

@@ -146,9 +146,7 @@ def test_rope_freqs_equal_transformers_llama3(tmp_path: Path, write_gguf: Any, l
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64,
     }
-    reference = LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_scaling=scaling)
-    )
+    reference = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_scaling=scaling))
     factors = []
     for exponent in np.arange(0, 16, 2) / 16:  # the formula of convert_hf_to_gguf.py
         wavelength = 2 * np.pi * 10000.0**exponent
@@ -221,15 +219,11 @@ def test_every_truncation_is_an_error(small: bytes, tmp_path: Path) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_damaged_headers_fail_cleanly_or_load(
-    small: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
+def test_damaged_headers_fail_cleanly_or_load(small: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     damaged = bytearray(small)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, 3000))
-        damaged[at : at + 8] = data.draw(
-            st.sampled_from([b"\xff" * 8, bytes(8), struct.pack("<Q", 1 << 40), b"\x7f" * 4, b"\x01\xfe"])
-        )
+        damaged[at : at + 8] = data.draw(st.sampled_from([b"\xff" * 8, bytes(8), struct.pack("<Q", 1 << 40), b"\x7f" * 4, b"\x01\xfe"]))
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(damaged)
     with contextlib.suppress(ModelError):

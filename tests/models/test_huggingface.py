@@ -120,9 +120,7 @@ def test_chat_templates(tmp_path: Path, save_llama: Any) -> None:
         return load_model(str(tmp_path), dtype=torch.float32, device=CPU).chat_template
 
     assert template() is None
-    edit_json(
-        tmp_path / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
-    )
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}])
     assert template() == "d"
     edit_json(tmp_path / "tokenizer_config.json", chat_template="text")
     assert template() == "text"

@@ -58,9 +58,7 @@ def test_equals_transformers_in_both_forms(scaling: dict[str, Any] | None, theta
     old: dict[str, Any] = {"head_dim": 64, "max_position_embeddings": 2048, "rope_theta": theta}
     if scaling is not None:
         old["rope_scaling"] = scaling
-    config = LlamaConfig(
-        hidden_size=256, num_attention_heads=4, **{k: dict(v) if isinstance(v, dict) else v for k, v in old.items()}
-    )
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, **{k: dict(v) if isinstance(v, dict) else v for k, v in old.items()})
     new = config.to_dict()  # transformers 5 writes `rope_parameters`
     assert "rope_parameters" in new
     for form in (old, new):

@@ -14,9 +14,7 @@ from sidestream.text.stop_scanner import StopScanner
 from sidestream.text.tokenizer import Tokenizer
 
 
-def run(
-    tokenizer: Tokenizer, text: str | list[int], stop: tuple[str, ...], *, min_new_tokens: int = 0
-) -> tuple[int, StopMatch] | None:
+def run(tokenizer: Tokenizer, text: str | list[int], stop: tuple[str, ...], *, min_new_tokens: int = 0) -> tuple[int, StopMatch] | None:
     """After how many tokens it stopped, and the match."""
     matcher = StopStringMatcher(tokenizer, [1], stop, skip_special_tokens=True, min_new_tokens=min_new_tokens)
     ids = tokenizer.encode(text, add_special_tokens=False) if isinstance(text, str) else text

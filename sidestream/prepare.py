@@ -1,0 +1,130 @@
+"""From what a caller says to checked prompts: everything is refused here that can be, before anything is queued."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sidestream.answers import Prompt
+from sidestream.assemble import Assembled
+from sidestream.engine.outputs import row_bytes
+from sidestream.errors import ContextLengthExceeded, InvalidRequest
+from sidestream.params import SamplingParams, outputs_per_prompt, per_prompt
+
+PromptLike = str | Sequence[int]
+
+
+def encode(engine: Assembled, prompt: PromptLike) -> list[int]:
+    """Token ids of one prompt, text or ids. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        ids = engine.tokenizer.encode(prompt)
+    else:
+        ids = _token_ids(prompt)
+        limit = engine.spec.vocab_size
+        for token in ids:
+            if not 0 <= token < limit:
+                raise InvalidRequest("prompt", f"got token id {token}, must be between 0 and {limit - 1} (the vocabulary)")
+    if not ids:
+        raise InvalidRequest("prompt", "got an empty prompt, must have at least one token")
+    return ids
+
+
+def prepare(
+    engine: Assembled,
+    ids: list[list[int]],
+    sampling_params: Any,
+    rid: Any,
+    outputs: Mapping[str, Any],
+    *,
+    max_output_bytes: int,
+) -> list[Prompt]:
+    """Check the parameters of every prompt of a call against the model. Raises InvalidRequest, naming field, value and limit."""
+    count = len(ids)
+    samplings = per_prompt("sampling_params", sampling_params if sampling_params is not None else SamplingParams(), count)
+    rids = per_prompt("rid", rid, count)
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    prompts = []
+    for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
+        sampling.check(vocab_size=engine.spec.vocab_size, eos_token_ids=engine.limits.eos_token_ids)
+        _check_length(engine, len(tokens), sampling)
+        prompt = Prompt(
+            rid=_checked_rid(name),
+            ids=tokens,
+            sampling=sampling,
+            plan=wanted.check(vocab_size=engine.spec.vocab_size, num_layers=engine.spec.num_layers, prompt_len=len(tokens)),
+            hidden_size=engine.spec.hidden_size,
+            compute_dtype=str(engine.dtype).removeprefix("torch."),
+            tokenizer=engine.tokenizer,
+            events=events,
+        )
+        _check_bytes(engine, prompt, max_output_bytes)
+        prompts.append(prompt)
+    return prompts
+
+
+def _check_length(engine: Assembled, count: int, sampling: SamplingParams) -> None:
+    context = engine.limits.context
+    if count > context or (count == context and sampling.max_new_tokens > 0):
+        more = "" if count > context else f" and max_new_tokens is {sampling.max_new_tokens}: there is no room for any output"
+        raise ContextLengthExceeded(
+            "prompt",
+            f"This model's maximum context length is {context} tokens. However, the prompt has {count} tokens{more}.",
+            hint="Shorten the prompt.",
+        )
+
+
+def _check_bytes(engine: Assembled, prompt: Prompt, max_output_bytes: int) -> None:
+    """One row must fit the arena, and all rows together what one request may ask for."""
+    plan, sampling = prompt.plan, prompt.sampling
+    row = row_bytes(plan, engine.spec.hidden_size, engine.dtype.itemsize)
+    smallest = 4 + row.hidden + 2 * row.logprob
+    if smallest > engine.arena_bytes:
+        field = "hidden_states_layers" if row.hidden else "token_ids_logprob"
+        limit = f"at most {engine.arena_bytes} (--arena-memory)"
+        raise InvalidRequest(field, f"one row needs {smallest} bytes, must be {limit}", hint="Ask for fewer layers.")
+    length = len(prompt.ids)
+    new = min(sampling.max_new_tokens, engine.limits.context - length)
+    rows = 1 if plan.return_hidden_states == "last" else max(0, length + max(new, 1) - 1 - plan.hidden_start)
+    inputs = length - plan.logprob_start if plan.logprob_start is not None else 0
+    total = rows * row.hidden * sampling.n + (inputs + new * sampling.n) * row.logprob
+    if total > max_output_bytes:
+        field = "return_hidden_states" if row.hidden else "return_logprob"
+        raise InvalidRequest(
+            field,
+            f"the outputs may take {total} bytes, must be at most {max_output_bytes} (--max-output-bytes)",
+            hint="Ask for fewer layers or positions, or lower max_new_tokens.",
+        )
+
+
+def is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str):
+        return True
+    if getattr(prompts, "ndim", None) is not None:  # a numpy array or a tensor
+        return bool(prompts.ndim == 1)
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of them")
+    return len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if not isinstance(ids, (list, tuple)):
+        raise InvalidRequest("prompt", f"got {type(prompt).__name__}, must be text or a list of token ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
+            raise InvalidRequest("prompt", f"got {token!r} among the token ids, must be integers")
+    return [int(token) for token in ids]
+
+
+def _checked_rid(rid: Any) -> str:
+    if rid is None:
+        return secrets.token_hex(8)
+    if not isinstance(rid, str) or not rid:
+        raise InvalidRequest("rid", f"got {rid!r}, must be a text that is not empty")
+    return rid
