@@ -106,14 +106,19 @@ class Engine:
         if not self._take_place(blocking=False):
             raise QueueFull(f"{self._place_limit} requests are running or waiting", hint="Try again later, or raise --max-queued-requests.")
         self._submit(prepared)
-        return self._parts_of(prepared)
+        parts = self._parts_of(prepared)
+        next(parts)  # started: from now on closing it aborts the request
+        return cast("Iterator[Output]", parts)
 
-    def _parts_of(self, prompt: Prompt) -> Iterator[Output]:
+    def _parts_of(self, prompt: Prompt) -> Iterator[Output | None]:
         unfinished = len(prompt.choices)
         try:
+            yield None
             while unfinished:
                 choice, delta = self._next(prompt.events)
                 unfinished -= delta.finish is not None
+                if delta.finish is not None and delta.finish.error is not None:
+                    raise delta.finish.error
                 assert isinstance(choice, StreamedChoice)
                 part = choice.part(delta)
                 if part is not None:
@@ -205,6 +210,8 @@ class Engine:
         """Wait for the next finished choice."""
         choice, delta = self._next(events)
         if delta.finish is not None:
+            if delta.finish.error is not None:
+                raise delta.finish.error
             output = choice.output()
             choice.rows = [] if choice.index else choice.rows  # the first choice's prompt rows serve the others
             answers[choice.key] = output
@@ -213,7 +220,12 @@ class Engine:
     def _take_place(self, *, blocking: bool) -> bool:
         if self._failure is not None:
             raise _dead(self._failure)
-        return self._places.acquire(blocking=blocking)
+        while not self._places.acquire(blocking=blocking, timeout=0.5 if blocking else None):
+            if not blocking:
+                return False
+            if self._failure is not None:  # an engine that has stopped gives no place back
+                raise _dead(self._failure)
+        return True
 
     def _submit(self, prompt: Prompt) -> None:
         prompt_ids = np.asarray(prompt.ids, np.int32)

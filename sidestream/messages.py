@@ -79,6 +79,7 @@ class Finish(NamedTuple):
     stop_offset: int | None  # characters of output text before the stop string
     stop_token: bool  # the last token is EOS or a stop token: it has no text
     copied_bytes: dict[str, int]
+    error: Exception | None = None  # this request failed, and nobody else did
 
 
 class StepOutputs(NamedTuple):

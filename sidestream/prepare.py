@@ -45,7 +45,10 @@ def prepare(
     """Check the parameters of every prompt of a call against the model. Raises InvalidRequest, naming field, value and limit."""
     count = len(ids)
     samplings = per_prompt("sampling_params", sampling_params if sampling_params is not None else SamplingParams(), count)
-    rids = per_prompt("rid", rid, count)
+    rids = [_checked_rid(name) for name in per_prompt("rid", rid, count)]
+    if len(set(rids)) < count:
+        twice = next(name for name in rids if rids.count(name) > 1)
+        raise InvalidRequest("rid", f"got {twice!r} for more than one prompt, must be different ids")
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     prompts = []
     for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
@@ -54,7 +57,7 @@ def prepare(
         sampling.check(vocab_size=engine.spec.vocab_size, eos_token_ids=engine.limits.eos_token_ids)
         _check_length(engine, len(tokens), sampling)
         prompt = Prompt(
-            rid=_checked_rid(name),
+            rid=name,
             ids=tokens,
             sampling=sampling,
             plan=wanted.check(vocab_size=engine.spec.vocab_size, num_layers=engine.spec.num_layers, prompt_len=len(tokens)),

@@ -75,6 +75,7 @@ class EngineLoop:
                 self.normal_loop()
         except BaseException as error:
             self.emit(EngineFailed(error))
+            self.runner.streams.close()
 
     # The step
 
@@ -119,6 +120,11 @@ class EngineLoop:
 
     def submit(self, message: Submit) -> None:
         limits, sampling = self.limits, message.sampling
+        matcher = constraint = error = None
+        try:
+            matcher, constraint = self.factories.stop_matcher(message), self.factories.constraint(message)
+        except Exception as raised:  # this request ends at once; nobody else notices
+            error = raised
         request = Request(
             key=message.key,
             rid=message.rid,
@@ -128,12 +134,15 @@ class EngineLoop:
             plan=message.plan,
             max_tokens=min(sampling.max_new_tokens, limits.context - len(message.prompt)),
             eos_token_ids=limits.eos_token_ids,
-            matcher=self.factories.stop_matcher(message),
-            constraint=self.factories.constraint(message),
+            matcher=matcher,
+            constraint=constraint,
             primary=None if message.primary is None else self.requests.get(message.primary),
         )
+        request.error = error
         self.requests[request.key] = request
         self.scheduler.add(request)
+        if error is not None:
+            self.abort(request.rid)
 
     def abort(self, rid: str) -> None:
         """End a request's choices: at once where no step is in flight, else with the step in flight, whose token still counts."""
@@ -151,7 +160,10 @@ class EngineLoop:
         for row, span in enumerate(batch.sampled):
             request = batch.requests[span]
             if request.constraint is not None and request.finish_reason is None:
-                request.constraint.fill_mask(masks[row])
+                try:
+                    request.constraint.fill_mask(masks[row])
+                except Exception as error:
+                    request.error = error
         return masks
 
     # Results
@@ -197,8 +209,14 @@ class EngineLoop:
     def _end_of(self, request: Request, token: int) -> FinishReason | None:
         """Why the request ends with this token, if it does."""
         count = len(request.output_ids)
-        complete = request.constraint.advance(token) if request.constraint is not None else False
-        match = request.matcher.feed(token) if request.matcher is not None else None
+        match, complete = None, False
+        try:
+            match = request.matcher.feed(token) if request.matcher is not None else None
+            complete = request.constraint.advance(token) if request.constraint is not None else False
+        except Exception as error:
+            request.error = error
+        if request.error is not None:
+            return "abort"
         if token in request.stop_ids and count >= request.sampling.min_new_tokens:
             request.matched_stop = token
             return "stop"
@@ -250,6 +268,7 @@ class EngineLoop:
             request.stop_offset,
             isinstance(request.matched_stop, int),
             {"token": 4 * len(request.output_ids), **copied},
+            request.error,
         )
         del self.requests[request.key]
         self.scheduler.finish(request)

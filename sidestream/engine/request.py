@@ -86,6 +86,7 @@ class Request:
         "cached_tokens",
         "cannot_surprise",
         "constraint",
+        "error",
         "features",
         "final_in_flight",
         "finish_reason",
@@ -152,6 +153,7 @@ class Request:
         self.final_in_flight = False  # its last step is launched and copies its "last" row
         self.aborting = False
         self.finish_reason: FinishReason | None = None
+        self.error: Exception | None = None  # raised by its matcher or constraint: it ends, its neighbours go on
         self.matched_stop: int | str | None = None
         self.stop_offset: int | None = None
         self.cached_tokens: int | None = None  # set when first admitted

@@ -72,7 +72,9 @@ class CudaStream:
 
     def launch(self, fn: Callable[..., T], *args: Any) -> Launched[T]:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            return Launched[T]().run(fn, *args)
+            launched = Launched[T]().run(fn, *args)
+        launched.result()
+        return launched
 
     def record(self) -> Event:
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
