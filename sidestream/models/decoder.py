@@ -142,17 +142,26 @@ class Decoder:
         values.index_copy_(0, inputs.cache_rows, v)
         out = torch.empty_like(q)
         for group in inputs.groups:
-            shape = (group.spans, group.context, kv_heads, dim)
-            attended = F.scaled_dot_product_attention(
-                q[group.rows].view(group.spans, group.queries, heads, dim).transpose(1, 2),
-                keys[group.cache_index].view(shape).transpose(1, 2),
-                values[group.cache_index].view(shape).transpose(1, 2),
-                attn_mask=group.mask[spec.windows[i]],
-                scale=spec.attention_scale,
-                enable_gqa=heads != kv_heads,
-            )  # [spans, heads, queries, head_dim]
-            out[group.rows] = attended.transpose(1, 2).reshape(-1, heads, dim)
+            out[group.rows] = self._attend(q[group.rows], keys[group.cache_index], values[group.cache_index], group, i)
         return F.linear(out.flatten(1), w[p + "o"], w.get(p + "o_bias"))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, group: AttentionGroup, i: int) -> Tensor:
+        """Softmax attention of one group. q: [spans * queries, heads, head_dim], k and v: [spans * context, kv_heads, head_dim]."""
+        spec = self.spec
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        k = k.view(group.spans, group.context, kv_heads, dim).transpose(1, 2)
+        v = v.view(group.spans, group.context, kv_heads, dim).transpose(1, 2)
+        mask = group.mask[spec.windows[i]]
+        if group.queries == 1:
+            # The query heads that share a key head are its queries: each key is read once for all of them.
+            q = q.view(group.spans, kv_heads, heads // kv_heads, dim)
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
+            return attended.reshape(-1, heads, dim)
+        q = q.view(group.spans, group.queries, heads, dim).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=spec.attention_scale, enable_gqa=heads != kv_heads
+        )  # [spans, heads, queries, head_dim]
+        return attended.transpose(1, 2).reshape(-1, heads, dim)
 
     def _mlp(self, p: str, x: Tensor) -> Tensor:
         w = self.weights
