@@ -137,6 +137,7 @@ class EngineLoop:
             matcher=matcher,
             constraint=constraint,
             primary=None if message.primary is None else self.requests.get(message.primary),
+            shares_prompt=message.primary is not None,
         )
         request.error = error
         self.requests[request.key] = request

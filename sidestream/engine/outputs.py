@@ -239,7 +239,7 @@ def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int,
         if first < end:
             copied.add(span, plan, np.arange(offset + first - start, offset + end - start), first)
             request.hidden_next = end
-    elif request.primary is not None and request.max_tokens <= 1:
+    elif request.shares_prompt and request.max_tokens <= 1:
         pass  # its last row is the prompt's, which the primary returns
     elif sample or (request.max_tokens == 0 and end == request.prompt_len):
         rows = np.array([offset + end - 1 - start])

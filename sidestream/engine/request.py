@@ -41,8 +41,11 @@ class Constraint(Protocol):
         """Take one output token; True when the grammar is complete and the request must end."""
 
 
-class Feature(enum.IntFlag):
-    """What the sampler has to do for a request; a batch needs the union over its rows."""
+class Feature:
+    """Bits: what the sampler has to do for a request; a batch needs the union over its rows.
+
+    Plain integers: `&` with a member of `enum.IntFlag` makes an object, 1 µs for each request of each step.
+    """
 
     RANDOM = 1
     FILTER = 2  # top-k, top-p, min-p
@@ -109,6 +112,7 @@ class Request:
         "prompt",
         "rid",
         "sampling",
+        "shares_prompt",
         "slot",
         "state",
         "stop_ids",
@@ -130,6 +134,7 @@ class Request:
         matcher: StopMatcher | None,
         constraint: Constraint | None,
         primary: Request | None,
+        shares_prompt: bool = False,
     ) -> None:
         self.key = key
         self.rid = rid
@@ -141,7 +146,8 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.matcher = matcher
         self.constraint = constraint
-        self.primary = primary  # the choice that computes the prompt and returns its rows for all choices
+        self.shares_prompt = shares_prompt  # the prompt's rows of all choices come from the first one,
+        self.primary = primary  # which is this, unless it has ended already
         self.cannot_surprise = not self.stop_ids and matcher is None and constraint is None
         self.features = request_features(sampling, plan, constraint is not None)
 
@@ -165,10 +171,10 @@ class Request:
         self.waits_for: tuple[Request, int] | None = None  # a neighbour computing a shared prefix, and the pages it must reach
 
         # Positions of the next rows to return. Prompt rows of further choices come from the primary one.
-        shared = len(prompt) if primary is not None else 0
+        shared = len(prompt) if shares_prompt else 0
         self.hidden_next = max(plan.hidden_start, shared)
         self.logprob_next = max((plan.logprob_start or 0) - 1, 0)  # the row at p-1 holds the logprob of token p
-        if primary is not None or plan.logprob_start is None:
+        if shares_prompt or plan.logprob_start is None:
             self.logprob_next = len(prompt)
         self.kept: KeptRow | None = None
 
@@ -220,4 +226,4 @@ def request_features(sampling: SamplingParams, plan: OutputPlan, constrained: bo
         features |= Feature.INPUT_LOGPROB
     if plan.return_hidden_states:
         features |= Feature.HIDDEN
-    return int(features)
+    return features

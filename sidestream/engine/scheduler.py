@@ -104,9 +104,10 @@ class Scheduler:
         length = lacking if lacking == 1 else min(lacking, step.prompt_left)
         if request.features & Feature.OUTPUT and length:
             row = self.row_bytes(request)
-            fits = partial(output_bytes, request, start, row=row)
-            # The bytes grow with the span: the longest one that fits is where the room left ends.
-            length = bisect_right(range(1, length + 1), step.arena_left, key=lambda n: fits(start + n))
+            if output_bytes(request, start, start + length, row) > step.arena_left:
+                # The bytes grow with the span: the longest one that fits is where the room left ends.
+                fits = partial(output_bytes, request, start, row=row)
+                length = bisect_right(range(1, length + 1), step.arena_left, key=lambda n: fits(start + n))
             if not length:
                 self._skipped.append(request)
         if lacking > 1:
