@@ -34,6 +34,7 @@ class Prompt:
     ids: Sequence[int]
     sampling: SamplingParams
     plan: OutputPlan
+    max_tokens: int  # new tokens at most: the context bounds them too
     hidden_size: int
     compute_dtype: str
     tokenizer: Tokenizer
@@ -74,7 +75,7 @@ class Choice:
         if self.index == 0:
             return []
         shared = [part for rows in self.prompt.choices[0].rows if (part := _of_prompt(rows, len(self.prompt.ids))) is not None]
-        if plan.return_hidden_states == "last" and self.prompt.sampling.max_new_tokens > 1:
+        if plan.return_hidden_states == "last" and self.prompt.max_tokens > 1:
             shared = [rows._replace(hidden=None) for rows in shared]  # this choice has a last row of its own
         return shared
 

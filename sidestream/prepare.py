@@ -61,6 +61,7 @@ def prepare(
             ids=tokens,
             sampling=sampling,
             plan=wanted.check(vocab_size=engine.spec.vocab_size, num_layers=engine.spec.num_layers, prompt_len=len(tokens)),
+            max_tokens=min(sampling.max_new_tokens, engine.limits.context - len(tokens)),
             hidden_size=engine.spec.hidden_size,
             compute_dtype=str(engine.dtype).removeprefix("torch."),
             tokenizer=engine.tokenizer,
@@ -92,7 +93,7 @@ def _check_bytes(engine: Assembled, prompt: Prompt, max_output_bytes: int) -> No
         limit = f"at most {engine.arena_bytes} (--arena-memory)"
         raise InvalidRequest(field, f"one row needs {smallest} bytes, must be {limit}", hint="Ask for fewer layers.")
     length = len(prompt.ids)
-    new = min(sampling.max_new_tokens, engine.limits.context - length)
+    new = prompt.max_tokens
     rows = 1 if plan.return_hidden_states == "last" else max(0, length + max(new, 1) - 1 - plan.hidden_start)
     inputs = length - plan.logprob_start if plan.logprob_start is not None else 0
     total = rows * row.hidden * sampling.n + (inputs + new * sampling.n) * row.logprob
