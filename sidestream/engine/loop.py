@@ -64,6 +64,7 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}  # open ones, by key
         self.copied_bytes: dict[int, dict[str, int]] = {}
+        self.questions: list[Call] = []
         self._stopping = False
 
     def run(self) -> None:
@@ -83,13 +84,17 @@ class EngineLoop:
         """Launch step k+1 before the results of step k are processed."""
         pending: Pending | None = None
         while self.ingest(wait=pending is None and not self.scheduler.has_work):
+            if self.questions and pending:  # answers are about whole steps: a rare question costs one overlap
+                self.process_batch_result(*pending)
+                pending = None
+            self.answer_questions()
             batch = self.scheduler.next_batch()  # host arithmetic only: never waits for the device
             launched = self.runner.run_batch(batch) if batch else None
             if pending:
                 self.process_batch_result(*pending)
-            if batch and launched and batch.has_constraint:
-                self.runner.launch_batch_sample_if_needed(launched, batch, self.fill_masks(batch))
-            pending = (batch, launched) if batch and launched else None
+            pending = None
+            if batch and launched:
+                pending = batch, self.runner.launch_batch_sample_if_needed(launched, batch, self.fill_masks)
         if pending:
             self.process_batch_result(*pending)
         self.close()
@@ -97,6 +102,7 @@ class EngineLoop:
     def normal_loop(self) -> None:
         """The same calls, each step processed straight after it was launched: matchers are up to date, no sampling is ever delayed."""
         while self.ingest(wait=not self.scheduler.has_work):
+            self.answer_questions()
             batch = self.scheduler.next_batch()
             if batch:
                 launched = self.runner.run_batch(batch, self.fill_masks(batch) if batch.has_constraint else None)
@@ -113,7 +119,7 @@ class EngineLoop:
             elif isinstance(message, Abort):
                 self.abort(message.rid)
             elif isinstance(message, Call):
-                message.reply(message.ask(self))
+                self.questions.append(message)
             else:
                 self._stopping = True
         return not self._stopping
@@ -291,6 +297,11 @@ class EngineLoop:
 
     # Questions and the end
 
+    def answer_questions(self) -> None:
+        for question in self.questions:
+            question.reply(question.ask(self))
+        self.questions.clear()
+
     def stats(self) -> dict[str, Any]:
         scheduler = self.scheduler
         page_size = scheduler.pool.page_size
@@ -321,4 +332,5 @@ class EngineLoop:
         for request in list(self.requests.values()):
             self._finish(request, "abort", step)
         self._emit(step)
+        self.answer_questions()
         self.runner.streams.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -37,10 +38,13 @@ class Runner:
         """
         return self.streams.compute.launch(self._run_batch, batch, masks)
 
-    def launch_batch_sample_if_needed(self, launched: Launched[GenerationBatchResult], batch: Batch, masks: Masks | None) -> None:
-        """Sample and copy a step whose sampling had to wait for the step before it."""
-        if masks is not None:
-            self.streams.compute.launch(self._sample_late, launched, batch, masks)
+    def launch_batch_sample_if_needed(
+        self, launched: Launched[GenerationBatchResult], batch: Batch, fill_masks: Callable[[Batch], Masks]
+    ) -> Launched[GenerationBatchResult]:
+        """Sample and copy a step whose sampling had to wait for the results of the step before it. Returns what to wait for."""
+        if not batch.has_constraint:
+            return launched
+        return self.streams.compute.launch(self._sample_late, launched, batch, fill_masks(batch))
 
     def _run_batch(self, batch: Batch, masks: Masks | None) -> GenerationBatchResult:
         self.memory.update(batch.page_updates, batch.token_uploads)
@@ -71,12 +75,13 @@ class Runner:
         result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
         return result
 
-    def _sample_late(self, launched: Launched[GenerationBatchResult], batch: Batch, masks: Masks) -> None:
+    def _sample_late(self, launched: Launched[GenerationBatchResult], batch: Batch, masks: Masks) -> GenerationBatchResult:
         result = launched.result()
         assert result.delay_sample_func is not None
         self._take_sample(result, *result.delay_sample_func(masks))
         result.delay_sample_func = None  # it holds the logits
         result.copy_to_cpu(return_logprob=batch.return_logprob, return_hidden_states=batch.return_hidden_states)
+        return result
 
     @staticmethod
     def _take_sample(result: GenerationBatchResult, tokens: Tensor, logprobs: LogprobBlock | None) -> None:

@@ -1,0 +1,148 @@
+"""Bytes that leave the device, counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from sidestream import SamplingParams
+from sidestream.messages import Submit
+
+OpenEngine = Callable[..., AbstractContextManager[Any]]
+
+HIDDEN, ITEM = 64, 4  # of the tiny model in float32
+ROW = HIDDEN * ITEM
+
+
+def greedy(new: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=new, temperature=0.0, **{"ignore_eos": True, **options})
+
+
+@pytest.fixture(params=[False, True], ids=["normal", "overlap"])
+def engine(request: pytest.FixtureRequest, open_engine: OpenEngine) -> Any:
+    with open_engine(overlap=request.param) as engine:
+        yield engine
+
+
+def d2h(engine: Any) -> dict[str, Any]:
+    ledger = engine.stats()["d2h"]
+    assert isinstance(ledger, dict)
+    return ledger
+
+
+def test_nobody_asks_nothing_is_copied(engine: Any) -> None:
+    engine.generate([[i + 3] * 20 for i in range(8)], greedy(10))
+    ledger, stats = d2h(engine), engine.stats()
+    assert ledger["hidden"]["copied_bytes"] == 0 and ledger["logprob"]["copied_bytes"] == 0
+    assert ledger["hidden"]["skipped_bytes"] == stats["forward_tokens"] * ROW
+    assert ledger["logprob"]["skipped_bytes"] == 8 * 10 * 4
+    assert ledger["token"] == {"copied_bytes": 8 * 10 * 4, "skipped_bytes": 0, "discarded_bytes": 0}
+    assert ledger["issue_seconds"] > 0 and ledger["wait_seconds"] >= 0
+
+
+def last_of_32(engine: Any, sampling: SamplingParams) -> Any:
+    prompts = [[i + 3, 9, i + 4] for i in range(32)]
+    return engine.generate(prompts, [sampling, *[greedy(12)] * 31], return_hidden_states=["last", *[False] * 31], hidden_states_layers=[2])[
+        0
+    ]
+
+
+def test_one_of_32_asks_for_last_ended_by_length(engine: Any) -> None:
+    answer = last_of_32(engine, greedy(9))
+    assert answer.finish_reason == "length"
+    assert list(answer.hidden_states.positions) == [3 + 9 - 2]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+    assert answer.copied_bytes == {"token": 9 * 4, "logprob": 0, "hidden": ROW}
+
+
+def test_one_of_32_asks_for_last_ended_by_a_token(engine: Any) -> None:
+    """The end is a surprise: the row waits on the device, and is fetched once."""
+    fifth = engine.generate([3, 9, 4], greedy(9)).token_ids[4]
+    before = d2h(engine)["hidden"]["copied_bytes"]
+    assert before == 0
+    answer = last_of_32(engine, greedy(9, stop_token_ids=[fifth]))
+    assert answer.finish_reason == "stop" and answer.matched_stop == fifth
+    assert list(answer.hidden_states.positions) == [3 + answer.completion_tokens - 2]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+
+
+def test_one_of_32_asks_for_last_ended_by_a_stop_string(engine: Any) -> None:
+    text = engine.generate([3, 9, 4], greedy(12)).text
+    answer = last_of_32(engine, greedy(12, stop=[text[3:6]]))
+    assert answer.finish_reason == "stop" and answer.matched_stop == text[3:6]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+
+
+def test_last_that_could_have_ended_early_but_did_not(engine: Any) -> None:
+    """The last step by arithmetic is launched while the token before it may still turn out to be a stop: never copied twice."""
+    answer = last_of_32(engine, greedy(9, stop_token_ids=[1]))
+    assert answer.finish_reason in ("length", "stop")
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+
+
+def test_all_rows_of_some_layers(engine: Any) -> None:
+    answer = engine.generate([7, 8, 9, 10], greedy(5), return_hidden_states=True, hidden_states_layers=[1, -1, 1])
+    rows = 4 + 5 - 1
+    assert answer.hidden_states.data.shape == (rows, 3, HIDDEN)
+    assert d2h(engine)["hidden"] == {"copied_bytes": rows * 3 * ROW, "skipped_bytes": 0, "discarded_bytes": 0}
+
+
+def test_dtype_is_converted_before_the_copy(engine: Any) -> None:
+    engine.generate([7, 8, 9, 10], greedy(2), return_hidden_states=True, hidden_states_dtype="bfloat16")
+    assert d2h(engine)["hidden"]["copied_bytes"] == 5 * ROW // 2
+    assert d2h(engine)["hidden"]["skipped_bytes"] == 5 * ROW - 5 * ROW // 2
+
+
+def test_logprob_bytes(engine: Any) -> None:
+    answer = engine.generate([7, 8, 9, 10], greedy(3), logprob_start_len=1, top_logprobs_num=4, token_ids_logprob=[1, 2])
+    entries = 3 + 3  # positions 1..3 of the prompt, 3 output tokens
+    assert d2h(engine)["logprob"] == {"copied_bytes": entries * (4 + 8 * 4 + 2 * 4), "skipped_bytes": 0, "discarded_bytes": 0}
+    assert answer.copied_bytes["logprob"] == entries * 44
+
+
+def test_choices_share_the_prompt_rows(engine: Any) -> None:
+    answers = engine.generate([7] * 20, greedy(3, n=3), return_hidden_states=True)
+    assert [len(answer.hidden_states.positions) for answer in answers] == [22] * 3
+    assert d2h(engine)["hidden"]["copied_bytes"] == (20 + 3 * 2) * ROW
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_surprise_discards_one_step_of_overlap(open_engine: OpenEngine, overlap: bool) -> None:
+    with open_engine(overlap=overlap) as engine:
+        third = engine.generate([3, 9, 4], greedy(9)).token_ids[2]
+        before = d2h(engine)
+        answer = engine.generate([3, 9, 4], greedy(9, stop_token_ids=[third]), return_hidden_states=True, return_logprob=True)
+        after = d2h(engine)
+        rows = 3 + answer.completion_tokens - 1
+        discarded = {kind: after[kind]["discarded_bytes"] - before[kind]["discarded_bytes"] for kind in ("token", "logprob", "hidden")}
+        assert discarded == ({"token": 4, "logprob": 4, "hidden": ROW} if overlap else {"token": 0, "logprob": 0, "hidden": 0})
+        copied = {kind: after[kind]["copied_bytes"] - before[kind]["copied_bytes"] for kind in discarded}
+        assert copied == {kind: answer.copied_bytes[kind] + discarded[kind] for kind in discarded}
+        assert answer.copied_bytes["hidden"] == rows * ROW
+
+
+def test_a_constraint_does_not_change_the_ledger(open_engine: OpenEngine) -> None:
+    class Everything:
+        def fill_mask(self, mask: Any) -> None:
+            pass
+
+        def advance(self, token_id: int) -> bool:
+            return False
+
+    def constraint(message: Submit) -> Everything:
+        return Everything()
+
+    ledgers = []
+    for make in (lambda _: None, constraint):
+        with open_engine(overlap=True, constraint=make) as engine:
+            engine.generate([[5, 6], [7, 8]], greedy(4), return_hidden_states=[True, False], return_logprob=[False, True])
+            ledgers.append({kind: d2h(engine)[kind] for kind in ("token", "logprob", "hidden")})
+    assert ledgers[0]["token"]["copied_bytes"] == ledgers[1]["token"]["copied_bytes"]
+    assert {k: v["copied_bytes"] for k, v in ledgers[0].items()} == {k: v["copied_bytes"] for k, v in ledgers[1].items()}
