@@ -209,9 +209,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def submit(self, family: int, length: int, tail: list[int], new: int, ignore_eos: bool, rows: bool, start: int, choices: int) -> None:
         prompt = ([family] * length + tail)[: self.harness.context - 1]
-        options = dict(
-            max_new_tokens=new, temperature=0.0, ignore_eos=ignore_eos, return_hidden_states=rows, hidden_states_start=start if rows else 0
-        )
+        options = {
+            "max_new_tokens": new,
+            "temperature": 0.0,
+            "ignore_eos": ignore_eos,
+            "return_hidden_states": rows,
+            "hidden_states_start": start if rows else 0,
+        }
         first = self.harness.submit(prompt, **options)
         for _ in range(choices - 1):
             self.harness.submit(prompt, primary=first, **options)
