@@ -35,7 +35,12 @@ class Spread(NamedTuple):
         return cls(median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g}..{self.high:.3g})"
+        return f"{short(self.median)} ({short(self.low)}..{short(self.high)})"
+
+
+def short(value: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:

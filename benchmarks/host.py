@@ -31,7 +31,7 @@ from sidestream.engine.streams import CpuEvent, Event, Launched, Streams
 from sidestream.messages import Finish, Outbound, StepOutputs, Submit
 from sidestream.models.loader import load_model
 from sidestream.models.spec import DecoderSpec
-from sidestream.params import OutputParams
+from sidestream.params import OutputParams, OutputPlan
 from sidestream.text.detokenizer import OutputText
 from sidestream.text.tokenizer import Tokenizer
 
@@ -116,9 +116,7 @@ def build(spec: DecoderSpec, running: int, tokens: int) -> tuple[EngineLoop, que
     streams = Streams(stream, stream)
     copies = Copies(stream, stream, Arena(ARENA, pinned=False), Ledger(), hidden_size=spec.hidden_size, itemsize=2)
     pool = PagePool(running * (tokens // PAGE_SIZE + 2), PAGE_SIZE)
-    scheduler = Scheduler(
-        pool, RadixCache(pool), slots=running, chunk=CHUNK, arena_bytes=ARENA, hidden_size=spec.hidden_size, itemsize=2
-    )
+    scheduler = Scheduler(pool, RadixCache(pool), slots=running, chunk=CHUNK, arena_bytes=ARENA, hidden_size=spec.hidden_size, itemsize=2)
     outbox: queue.SimpleQueue[Outbound] = queue.SimpleQueue()
     loop = EngineLoop(
         scheduler,
@@ -132,6 +130,22 @@ def build(spec: DecoderSpec, running: int, tokens: int) -> tuple[EngineLoop, que
     return loop, outbox
 
 
+def open_choice(key: int, ids: list[int], params: SamplingParams, plan: OutputPlan, tokenizer: Tokenizer | None) -> Choice:
+    """The asking side of a request, as `prepare` makes it. Only text needs the tokenizer, only rows the sizes."""
+    prompt = Prompt(
+        rid=str(key),
+        ids=ids,
+        sampling=params,
+        plan=plan,
+        max_tokens=params.max_new_tokens,
+        hidden_size=0,
+        compute_dtype="bfloat16",
+        tokenizer=tokenizer,  # type: ignore[arg-type]
+        events=queue.SimpleQueue(),
+    )
+    return Choice(prompt, 0, key)
+
+
 def measure(spec: DecoderSpec, running: int, mode: str, steps: int) -> np.ndarray:
     """Microseconds of plan, launch, process, and of handing the tokens to their requests on the asking side. [steps, 4]"""
     sampling, outputs = MODES[mode]
@@ -143,8 +157,7 @@ def measure(spec: DecoderSpec, running: int, mode: str, steps: int) -> np.ndarra
     choices: dict[int, Choice] = {}
     for key, ids in enumerate(asked):
         checked = plan.check(vocab_size=spec.vocab_size, num_layers=spec.num_layers, prompt_len=len(ids))
-        prompt = Prompt(str(key), ids, params, checked, spec.hidden_size, "bfloat16", None, queue.SimpleQueue())  # type: ignore[arg-type]
-        choices[key] = Choice(prompt, 0, key)
+        choices[key] = open_choice(key, ids, params, checked, None)
         loop.inbox.put(Submit(key, str(key), 0, np.asarray(ids, np.int32), params, checked))
     loop.ingest(wait=False)
     times = np.empty((steps, 5), np.int64)
@@ -176,7 +189,7 @@ def measure_text(tokenizer: Tokenizer, tokens: int) -> dict[str, float]:
     params = SamplingParams(max_new_tokens=tokens)
     ids = prompts("text", 1, tokens)[0]
     plan = OutputParams().check(vocab_size=LAST_ID, num_layers=1, prompt_len=4)
-    choice = Choice(Prompt("text", ids[:4], params, plan, 1, "bfloat16", tokenizer, queue.SimpleQueue()), 0, 0)
+    choice = open_choice(0, ids[:4], params, plan, tokenizer)
     choice.token_ids, choice.finish = ids, Finish("length", None, None, False, {})
     started = time.perf_counter_ns()
     choice.output()

@@ -110,6 +110,7 @@ class StreamedChoice(Choice):
         super().__init__(prompt, index, key)
         self._text = self._open_text()
         self._sent_tokens = 0
+        self._unsent_text = ""  # the beginning of a token whose end is held back
         self._unsent: list[Rows] = []
         self._started = False
 
@@ -118,14 +119,16 @@ class StreamedChoice(Choice):
         self.take(delta)
         if delta.rows is not None:
             self._unsent.append(delta.rows)
-        finish, text = delta.finish, ""
+        finish, text = delta.finish, self._unsent_text
         if delta.token is not None and not (finish and finish.stop_token):
-            text = self._text.feed((delta.token,))
+            text += self._text.feed((delta.token,))
         if finish:
             text += self._text.finish(stop_offset=finish.stop_offset)
         released = len(self.token_ids) - (0 if finish else self._text.held_tokens)
         if not finish and released <= self._sent_tokens:
+            self._unsent_text = text
             return None
+        self._unsent_text = ""
         tokens, self._sent_tokens = self.token_ids[self._sent_tokens : released], released
         first, self._started = not self._started, True
         rows = self._release(None if finish else len(self.prompt.ids) + released, first)
