@@ -34,9 +34,11 @@ from sidestream import Engine
 from sidestream.assemble import Assembled, assemble
 from sidestream.engine.batch import Batch
 from sidestream.engine.copies import GenerationBatchResult
+from sidestream.engine.loop import EngineLoop
 from sidestream.engine.outputs import TapGroup, TapPlan
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.streams import CpuStream, Launched, Streams
+from sidestream.messages import Call
 
 T = TypeVar("T")
 
@@ -130,6 +132,12 @@ class SimulatedLink(CpuStream):
         return value
 
 
+def wait_for(loop: EngineLoop, count: int) -> None:
+    """Hold the engine until `count` requests are there: every run has the same steps."""
+    while loop.inbox.qsize() + len(loop.requests) < count:
+        time.sleep(0.001)
+
+
 class WatchedEngine(Engine):
     """An engine with a `WatchedRunner`, and with a simulated link if one is given."""
 
@@ -153,6 +161,7 @@ class WatchedEngine(Engine):
         self.runner.watch()
         self.runner.ungated = variant == UNGATED
         asked = prompts(f"copies {repetition}", work.requests, work.prompt)
+        self._parts.loop.inbox.put(Call(partial(wait_for, count=work.requests), lambda _: None))
         self.generate(asked, greedy(work.new), progress=False, **VARIANTS[variant])
         after = self.stats()
         pairs = [(last, step) for last, step in pairwise(self.runner.steps) if step.tokens == work.step_tokens]
@@ -182,7 +191,7 @@ def measure_all(quick: bool, repetitions: int) -> dict[str, dict[str, list[Run]]
     with WatchedEngine() as engine:
         measured = {}
         for name, work in workloads(quick).items():
-            engine.measure(work._replace(new=min(work.new, 4)), "off")
+            engine.measure(work._replace(new=min(work.new, 2)), "off")
             measured[name] = interleaved({variant: partial(engine.measure, work, variant) for variant in VARIANTS}, repetitions)
         return measured
 
@@ -197,7 +206,7 @@ def measure_links(quick: bool, repetitions: int) -> dict[str, dict[str, list[Run
 
         measured = {}
         for name, work in workloads(True).items():  # waits differ little from step to step
-            engine.measure(work._replace(new=min(work.new, 4)), "off")
+            engine.measure(work._replace(new=min(work.new, 2)), "off")
             for label, rate in LINKS.items():
                 runs = {variant: partial(run, work, rate, variant) for variant in LINKED}
                 measured[f"{name}, {label}"] = interleaved(runs, 1 if quick else repetitions)

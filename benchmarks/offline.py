@@ -100,7 +100,7 @@ class Transformers:
             self.model: Any = transformers.LlamaForCausalLM(config)
         state = {stored_name(HUGGINGFACE_NAMES, name): weight for name, weight in loaded.weights.items()}
         self.model.load_state_dict(state, strict=False, assign=True)
-        self.model.eval()
+        self.model.train(False)
         self.model.tie_weights()
         self.model.model.rotary_emb = type(self.model.model.rotary_emb)(config)  # its buffer is no weight
         assert not [name for name, parameter in self.model.named_parameters() if parameter.is_meta]

@@ -129,7 +129,8 @@ class Engine:
 
     def abort(self, rid: str) -> None:
         """End a request; what was computed for it is returned with `finish_reason="abort"`. Unknown ids are ignored."""
-        self._parts.loop.inbox.put(Abort(rid))
+        with self._lock:  # not between the choices of a prompt that is being submitted
+            self._parts.loop.inbox.put(Abort(rid))
 
     def flush_cache(self) -> int:
         """Drop the cached prefixes that no running request uses. Returns the number of tokens dropped."""
@@ -241,11 +242,11 @@ class Engine:
             self._rids.add(prompt.rid)
             for choice in prompt.choices:
                 self._choices[choice.key] = choice
-        primary = prompt.choices[0].key
-        for choice in prompt.choices:
-            self._parts.loop.inbox.put(
-                Submit(choice.key, prompt.rid, choice.index, prompt_ids, sampling, prompt.plan, primary if choice.index else None)
-            )
+            primary = prompt.choices[0].key
+            for choice in prompt.choices:
+                self._parts.loop.inbox.put(
+                    Submit(choice.key, prompt.rid, choice.index, prompt_ids, sampling, prompt.plan, primary if choice.index else None)
+                )
 
     def _next(self, events: queue.SimpleQueue[Event]) -> tuple[Choice, Delta]:
         event = events.get()

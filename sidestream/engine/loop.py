@@ -217,6 +217,8 @@ class EngineLoop:
         """Why the request ends with this token, if it does."""
         count = len(request.output_ids)
         match, complete = None, False
+        if request.error is not None:  # its mask failed: the token was chosen without
+            return "abort"
         try:
             match = request.matcher.feed(token) if request.matcher is not None else None
             complete = request.constraint.advance(token) if request.constraint is not None else False

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from sidestream.engine.request import Feature, Request
+from sidestream.engine.request import Feature, Request, RowBytes
 from sidestream.params import OutputPlan
 
 Ints = npt.NDArray[np.int64]
@@ -251,13 +251,6 @@ def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int,
             request.final_in_flight = True
         else:
             kept.add(span, plan, rows, end - 1)
-
-
-class RowBytes(NamedTuple):
-    """What one row of each kind weighs for one request."""
-
-    hidden: int
-    logprob: int
 
 
 def row_bytes(plan: OutputPlan, hidden_size: int, itemsize: int) -> RowBytes:

@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class RowBytes(NamedTuple):
+    """What one row of each kind weighs for one request."""
+
+    hidden: int
+    logprob: int
+
+
 class StopMatch(Protocol):
     """What a matcher found: the stop, and where it starts in the output text (characters)."""
 
@@ -111,6 +118,7 @@ class Request:
         "primary",
         "prompt",
         "rid",
+        "row",
         "sampling",
         "shares_prompt",
         "slot",
@@ -168,6 +176,7 @@ class Request:
         self.pages: list[int] = []
         self.borrowed = 0  # leading pages that belong to the radix cache, locked through `node`
         self.node: RadixNode | None = None
+        self.row = RowBytes(0, 0)  # what one row of its outputs weighs, known when it is queued
         self.waits_for: tuple[Request, int] | None = None  # a neighbour computing a shared prefix, and the pages it must reach
 
         # Positions of the next rows to return. Prompt rows of further choices come from the primary one.

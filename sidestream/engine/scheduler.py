@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.engine.batch import Batch
-from sidestream.engine.outputs import RowBytes, output_bytes, plan_outputs, row_bytes
+from sidestream.engine.outputs import output_bytes, plan_outputs, row_bytes
 from sidestream.engine.pages import PagePool
 from sidestream.engine.radix import RadixCache
 from sidestream.engine.request import Feature, Request, State
@@ -58,10 +58,8 @@ class Scheduler:
         self._free_slots = list(range(slots - 1, -1, -1))
         self._skipped: list[Request] = []  # running ones the arena had no room for: first in the next step
 
-    def row_bytes(self, request: Request) -> RowBytes:
-        return row_bytes(request.plan, self.hidden_size, self.itemsize)
-
     def add(self, request: Request) -> None:
+        request.row = row_bytes(request.plan, self.hidden_size, self.itemsize)
         self.waiting.append(request)
 
     @property
@@ -92,59 +90,65 @@ class Scheduler:
                 step.add(request, start, 1)
                 step.arena_left -= 4
                 continue
-            length = self._span_length(request, step)
+            length, size = self._fit(request, step)
             if length and self._provide_pages(request, start + length, step):
                 step.add(request, start, length)
-                step.arena_left -= output_bytes(request, start, start + length, self.row_bytes(request))
+                step.arena_left -= size
 
-    def _span_length(self, request: Request, step: _Step) -> int:
-        """How much of what `request` lacks fits the chunk and the arena; 0 if nothing does."""
+    def _fit(self, request: Request, step: _Step) -> tuple[int, int]:
+        """How much of what `request` lacks fits the chunk and the arena, and the bytes of its outputs; 0 if nothing does."""
         start = request.num_computed
         lacking = request.num_tokens - start
         length = lacking if lacking == 1 else min(lacking, step.prompt_left)
-        if request.features & Feature.OUTPUT and length:
-            row = self.row_bytes(request)
-            if output_bytes(request, start, start + length, row) > step.arena_left:
+        if not length:
+            return 0, 0
+        size = 4
+        if request.features & Feature.OUTPUT:
+            sized = partial(output_bytes, request, start, row=request.row)
+            size = sized(start + length)
+            if size > step.arena_left:
                 # The bytes grow with the span: the longest one that fits is where the room left ends.
-                fits = partial(output_bytes, request, start, row=row)
-                length = bisect_right(range(1, length + 1), step.arena_left, key=lambda n: fits(start + n))
-            if not length:
+                length = bisect_right(range(1, length + 1), step.arena_left, key=lambda n: sized(start + n))
+                size = sized(start + length)
+        if not length or size > step.arena_left:
+            if request.state is State.RUNNING:
                 self._skipped.append(request)
+            return 0, 0
         if lacking > 1:
             step.prompt_left -= length
-        return length
+        return length, size
 
     def _admit(self, step: _Step) -> None:
         """Move waiting requests into the step while the chunk, the slots and the memory last."""
-        if self.longest_prefix_first and len(self.waiting) > 1:
+        if not self.waiting:
+            return
+        if self.longest_prefix_first:
             self._sort_queue()
+        # Whoever runs goes on first: without room for it to grow a newcomer would be retracted at once.
+        headroom = sum(self._pages_ahead(running) for running in self.running)
         passed: list[Request] = []
         while self.waiting and step.prompt_left > 0 and self._free_slots:
             request = self.waiting[0]
             if request.in_flight or self._wait_for_prefix(request):
                 passed.append(self.waiting.popleft())  # others may go first: it waits for work that is under way
                 continue
-            if not self._start(request, step):
+            if not self._start(request, headroom, step):
                 break
+            headroom += self._pages_ahead(request)
             self.waiting.popleft()
         self.waiting.extendleft(reversed(passed))
 
-    def _start(self, request: Request, step: _Step) -> bool:
-        """Admit one request if memory and arena allow."""
+    def _start(self, request: Request, headroom: int, step: _Step) -> bool:
+        """Admit one request if memory and arena allow, with `headroom` pages to spare."""
         tokens = request.token_ids()
         match = self.radix.match(tokens, limit=request.cache_limit)
         self.radix.lock(match.node)
-        page_size = self.pool.page_size
-        needed = -(-request.num_tokens // page_size) - len(match.pages)
-        # Whoever runs goes on first: leave room for it, or the newcomer would be retracted at once.
-        headroom = sum(self._pages_ahead(other) for other in self.running)
-        if self.pool.free_pages + self.radix.evictable_pages < needed + headroom:
-            self.radix.unlock(match.node)
-            return False
-        request.num_computed = match.num_tokens
-        length = self._span_length(request, step)
-        if length == 0:  # the arena is full
-            self._skipped.remove(request)
+        needed = -(-request.num_tokens // self.pool.page_size) - len(match.pages)
+        length = size = 0
+        if self.pool.free_pages + self.radix.evictable_pages >= needed + headroom:
+            request.num_computed = match.num_tokens
+            length, size = self._fit(request, step)
+        if not length:  # no room in the cache or in the arena
             self.radix.unlock(match.node)
             request.num_computed = 0
             return False
@@ -160,8 +164,8 @@ class Scheduler:
         start = request.num_computed
         provided = self._provide_pages(request, start + length, step)
         assert provided, "pages were counted before the request was admitted"
-        step.arena_left -= output_bytes(request, start, start + length, self.row_bytes(request))
         step.add(request, start, length)
+        step.arena_left -= size
         return True
 
     def _pages_ahead(self, request: Request) -> int:

@@ -39,7 +39,7 @@ class AttentionGroup(NamedTuple):
     cache_index: Tensor  # [spans * context] int64 token positions of the KV pool, 0 (the null page) where a span is shorter
     spans: int
     context: int
-    mask: dict[int | None, Tensor]  # by window: [spans, 1, queries, context] bool
+    mask: dict[int | None, Tensor | None]  # by window: [spans, 1, queries, context] bool; None: causal, a prompt from its start
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,11 @@ def _group(
     # Beyond a span's own end the null page is read: a freed page there may hold NaN, and 0 * NaN would spread it.
     index = torch.where(column < first + queries, pages * page_size + column % page_size, 0)
     query = first[:, :, None] + torch.arange(queries, device=device)[:, None]  # [spans, queries, 1] absolute positions
-    masks = {}
+    masks: dict[int | None, Tensor | None] = {}
     for window in set(spec.windows):
+        if window is None and queries > 1 and context == queries:
+            masks[window] = None
+            continue
         mask = column <= query
         if window is not None:
             mask &= column > query - window
@@ -158,8 +161,9 @@ class Decoder:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=spec.attention_scale)
             return attended.reshape(-1, heads, dim)
         q = q.view(group.spans, group.queries, heads, dim).transpose(1, 2)
+        gqa = heads != kv_heads
         attended = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=spec.attention_scale, enable_gqa=heads != kv_heads
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.attention_scale, enable_gqa=gqa
         )  # [spans, heads, queries, head_dim]
         return attended.transpose(1, 2).reshape(-1, heads, dim)
 

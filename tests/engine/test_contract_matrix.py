@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from sidestream import Engine, Output, SamplingParams
 from sidestream.engine.streams import open_amplified_streams
+from sidestream.messages import Submit
 
 DEFAULTS: dict[str, Any] = {
     "return_logprob": False,
@@ -41,6 +44,30 @@ class Ask:
     abort_after: int | None = None  # tokens seen before the caller aborts it
 
 
+class Alternating:
+    """A grammar whose mask depends on the token before, and which is complete after twelve tokens."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def admits(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        last = self.tokens[-1] if self.tokens else 0
+        return (tokens % 7 == last % 5) & (tokens > 1)
+
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        admitted = self.admits(np.arange(len(mask) * 32))
+        mask[:] = np.packbits(admitted.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
+
+    def advance(self, token_id: int) -> bool:
+        assert self.admits(np.array([token_id]))[0], f"token {token_id} was not admitted after {self.tokens[-1:]}"
+        self.tokens.append(token_id)
+        return len(self.tokens) == 12
+
+
+def grammar(message: Submit) -> Alternating | None:
+    return Alternating() if message.rid.startswith("grammar") else None
+
+
 @dataclass(frozen=True)
 class Workload:
     asks: list[Ask]
@@ -61,8 +88,9 @@ def greedy(count: int, **more: Any) -> SamplingParams:
 
 def answers_of(engine: Engine, asks: Sequence[Ask]) -> dict[str, list[Output]]:
     """All at once, every keyword with one value per prompt."""
+    rids = [ask.name for ask in asks]
     keywords = {name: [ask.outputs.get(name, default) for ask in asks] for name, default in DEFAULTS.items()}
-    outputs = iter(engine.generate([ask.prompt for ask in asks], [ask.sampling for ask in asks], **keywords))
+    outputs = iter(engine.generate([ask.prompt for ask in asks], [ask.sampling for ask in asks], rid=rids, **keywords))
     answers = {ask.name: [next(outputs) for _ in range(ask.sampling.n)] for ask in asks}
     assert next(outputs, None) is None
     return answers
@@ -76,7 +104,7 @@ def find_stop(text: str, first: int, last: int) -> str:
     raise AssertionError(f"no stop string in {text!r}")
 
 
-def make_asks(probe: Callable[[list[int]], Output], tokens: Callable[[int], list[int]], vocabulary: int) -> list[Ask]:
+def make_asks(probe: Callable[[list[int]], Output], tokens: Callable[[int], list[int]]) -> list[Ask]:
     """About twenty requests. `tokens(n)` gives n token ids, other ones each time; `probe` answers greedily, 40 tokens past EOS."""
     base, longest = tokens(48), tokens(90)
     stopped = [base[:32] + tokens(8), tokens(21)]
@@ -158,6 +186,19 @@ def make_asks(probe: Callable[[list[int]], Output], tokens: Callable[[int], list
             {"return_hidden_states": True, "hidden_states_start": 99, "hidden_states_layers": [0, 1]},
         ),
         Ask(
+            "grammar",
+            tokens(15),
+            greedy(40),
+            {"return_hidden_states": "last", "logprobs_mode": "processed", "top_logprobs_num": 2},
+        ),
+        Ask(
+            "grammar, two at random",
+            base + tokens(2),
+            SamplingParams(max_new_tokens=30, seed=8, n=2, top_k=30, repetition_penalty=1.2),
+            {"return_hidden_states": True, "hidden_states_start": -2, "return_logprob": True},
+        ),
+        Ask("grammar cut off", tokens(5), greedy(7), {"return_hidden_states": True}),
+        Ask(
             "aborted with rows",
             base + tokens(3),
             greedy(75, ignore_eos=True),
@@ -178,8 +219,7 @@ def make_asks(probe: Callable[[list[int]], Output], tokens: Callable[[int], list
 def reference(fresh: Callable[[], Any], tokens: Callable[[int], list[int]]) -> Workload:
     """`fresh()` opens an engine with nothing in its cache."""
     with fresh() as engine:
-        vocabulary = engine.loop.limits.vocab_size
-        asks = make_asks(lambda ids: engine.generate(ids, greedy(40, ignore_eos=True)), tokens, vocabulary)
+        asks = make_asks(lambda ids: engine.generate(ids, greedy(40, ignore_eos=True)), tokens)
     want = {}
     for ask in asks:
         # To cut an aborted answer anywhere, every row is needed.
@@ -193,7 +233,7 @@ def reference(fresh: Callable[[], Any], tokens: Callable[[int], list[int]]) -> W
 def workload(open_engine: Callable[..., Any]) -> Workload:
     source = random.Random(4)
     made = reference(
-        lambda: open_engine(disable_radix_cache=True, overlap=False),
+        lambda: open_engine(disable_radix_cache=True, overlap=False, constraint=grammar),
         lambda count: [source.randrange(2, 320) for _ in range(count)],
     )
     reasons = {name: outputs[0].finish_reason for name, outputs in made.want.items()}
@@ -201,6 +241,8 @@ def workload(open_engine: Callable[..., Any]) -> Workload:
     assert reasons["stop string"] == reasons["last by stop string"] == reasons["last by stop token"] == "stop", reasons
     assert isinstance(made.want["stop string"][0].matched_stop, str)
     assert len({tuple(output.token_ids) for output in made.want["three choices"]}) == 3
+    assert (reasons["grammar"], made.want["grammar"][0].completion_tokens) == ("stop", 12)
+    assert (reasons["grammar cut off"], reasons["grammar, two at random"]) == ("length", "stop")
     assert made.want["deferred stop"][0].completion_tokens >= 35
     assert sum(reason == "stop" for reason in reasons.values()) >= 4
     return made
@@ -323,7 +365,8 @@ def test_every_combination_gives_the_solo_answer(
     batched: bool,
 ) -> None:
     """Cold, then warm on the same engine."""
-    with open_engine(overlap=overlap, chunked_prefill_size=chunk, page_size=page_size, kv_tokens=kv_tokens) as engine:
+    options = {"overlap": overlap, "chunked_prefill_size": chunk, "page_size": page_size, "kv_tokens": kv_tokens}
+    with open_engine(constraint=grammar, **options) as engine:
         cold = checks.run(engine, workload, batched=batched)
         retracted = engine.stats()["retracted"]
         warm = checks.run(engine, workload, batched=batched)
@@ -342,6 +385,7 @@ def test_few_slots_and_a_small_arena_give_the_solo_answer(
 ) -> None:
     """The queue is long, and a step's outputs do not fit: the scheduler makes batches smaller."""
     with open_engine(
+        constraint=grammar,
         overlap=True,
         chunked_prefill_size=40,
         page_size=4,
@@ -375,7 +419,7 @@ def test_the_race_amplifier_finds_nothing(
 ) -> None:
     streams = open_amplified_streams(threads=1, seed=seed)
     options = {"overlap": overlap, "chunked_prefill_size": chunk, "page_size": page_size, "kv_tokens": kv_tokens}
-    with open_engine(streams=streams, **options) as engine:
+    with open_engine(streams=streams, constraint=grammar, **options) as engine:
         checks.run(engine, workload, batched=True)  # a NaN equals nothing
         if kv_tokens == SCARCE:
             assert engine.stats()["retracted"] > 0
@@ -398,9 +442,9 @@ def never_shown_too_early(parts: Sequence[Output], stops: Sequence[str]) -> None
 def test_the_parts_of_a_stream_add_up_to_the_answer(
     open_engine: Callable[..., Any], workload: Workload, checks: Checks, overlap: bool
 ) -> None:
-    with open_engine(overlap=overlap, chunked_prefill_size=16) as engine:
+    with open_engine(overlap=overlap, chunked_prefill_size=16, constraint=grammar) as engine:
         for ask in workload.finishing:
-            parts = list(engine.stream(ask.prompt, ask.sampling, **ask.outputs))
+            parts = list(engine.stream(ask.prompt, ask.sampling, rid=ask.name, **ask.outputs))
             joined = checks.join_choices(parts)
             for got, want in zip(joined, workload.want[ask.name], strict=True):
                 checks.assert_same(got, want, f"{ask.name}[{got.index}]")
@@ -481,7 +525,9 @@ def default_workload(open_engine: Callable[..., Any], default_model: Path) -> Wo
     """Text that means something, cut where the requests of the workload want it."""
     text = Path(__file__).with_name("conftest.py").read_text()
     with ExitStack() as stack:
-        engine = stack.enter_context(open_engine(default_model, disable_radix_cache=True, overlap=False, context_length=512))
+        engine = stack.enter_context(
+            open_engine(default_model, disable_radix_cache=True, overlap=False, context_length=512, constraint=grammar)
+        )
         ids, at = engine.tokenizer.encode(text), 0
 
         def tokens(count: int) -> list[int]:
@@ -515,7 +561,7 @@ def test_pairs_of_options_give_the_solo_answer_on_the_default_model(
     warm: bool,
 ) -> None:
     options = {"overlap": overlap, "chunked_prefill_size": chunk, "page_size": page_size, "kv_tokens": kv_tokens}
-    with open_engine(default_model, **options) as engine:
+    with open_engine(default_model, constraint=grammar, **options) as engine:
         for _ in range(1 + warm):
             checks.run(engine, default_workload, batched=batched)
         if batched and kv_tokens == SCARCE:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sidestream import Engine, Output, SamplingParams
 from sidestream.models import llama
-from sidestream.models.decoder import Decoder, ForwardInputs, Tap, plan_attention
+from sidestream.models.decoder import Decoder, ForwardInputs, plan_attention
 from sidestream.models.loader import LoadedModel, load_model
 from sidestream.models.spec import stored_name
 from sidestream.text.tokenizer import Tokenizer
@@ -54,7 +54,19 @@ An engine that answers many questions at the same time has to decide, at every s
 request, a long one delays everybody; if it always takes the shortest, a long one may never end. A common solution is to cut the long
 ones into pieces, so that each step does a little of everything. The price is bookkeeping: every piece must find the results of the
 pieces before it, and nothing may be lost when the memory is given to somebody else. The reward is that the answers come at a steady
-pace, and that nobody notices how busy the machine really is. Good design hides the work; great design makes the work unnecessary."""
+pace, and that nobody notices how busy the machine really is. Good design hides the work; great design makes the work unnecessary.
+
+"You are late," said the woman at the counter, without looking up. "The last train to the coast left at nine." Martin put down his two
+bags, one of which was ticking quietly, and asked whether there was a hotel. There was, she said, but it was closed for the winter, and
+the owner had gone to his sister in Lisbon. He thanked her and sat down on the bench below the clock, where an old man was already
+asleep with a newspaper over his face. Outside it began to snow. After an hour the old man woke, folded his newspaper four times,
+and offered him half of a sandwich, which was the kindest thing that had happened to him since Tuesday.
+
+To bake it, heat the oven to 220 degrees and put a small bowl of water on the lowest shelf. Mix 500 g of flour with 350 ml of water,
+10 g of salt and a little yeast, let it rest for an hour, then fold it from all four sides every 30 minutes. The dough is ready when it
+keeps the print of a finger. Bake for 25 minutes, lower the heat to 190 degrees, and bake for another 20. If the bottom sounds hollow,
+it is done: 1 loaf, about 8 slices, 240 calories each. In 1998, a survey of 1,204 households in Denmark, Norway and Sweden found that
+62% of them baked at least once a month; by 2015 it was only 31%, although sales of flour had risen by a tenth."""
 LOGPROB, ROW = 1e-4, 1e-3
 
 
@@ -279,7 +291,7 @@ class Paged:
         self.keys = torch.zeros(spec.num_layers, (1 + pages * count) * page, spec.num_kv_heads, spec.head_dim, dtype=dtype)
         self.values = torch.zeros_like(self.keys)
 
-    def forward(self, start: int, end: int, taps: Sequence[Tap] = ()) -> Tensor:
+    def forward(self, start: int, end: int) -> Tensor:
         """Logprobs [texts, end - start, vocabulary] of one step over these positions of every text."""
         count, length = len(self.texts), end - start
         slots = np.arange(count)
@@ -293,7 +305,7 @@ class Paged:
             groups=plan_attention(self.decoder.spec, self.table, self.page, slots, starts, lengths, torch.from_numpy),
         )
         with torch.inference_mode():
-            hidden = self.decoder.forward(inputs, self.keys, self.values, taps)
+            hidden = self.decoder.forward(inputs, self.keys, self.values, ())
             return self.decoder.logits(hidden).log_softmax(-1).view(count, length, -1)
 
 
@@ -304,15 +316,15 @@ def divergence(reference: Tensor, other: Tensor) -> Tensor:
 
 def test_bfloat16_loses_no_more_than_transformers(loaded: LoadedModel, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(PROSE)
-    texts = torch.tensor(ids[: 8 * 36]).view(8, 36)
+    texts = torch.tensor(ids[: 8 * 72]).view(8, 72)
     with torch.inference_mode():
         exact = reference_of(loaded, torch.float32)(texts).logits.log_softmax(-1)
         theirs = reference_of(loaded, torch.bfloat16)(texts).logits.float().log_softmax(-1)
     paged = Paged(loaded, torch.bfloat16, texts)
-    # Half of each text as a prompt, half token by token: both ways through the attention.
-    ours = torch.cat([paged.forward(0, 18), *(paged.forward(p, p + 1) for p in range(18, 36))], 1)
+    # The first part of each text as a prompt, the rest token by token: both ways through the attention.
+    ours = torch.cat([paged.forward(0, 40), *(paged.forward(p, p + 1) for p in range(40, 72))], 1)
     lost, allowed = divergence(exact, ours), divergence(exact, theirs)
-    halves = [f"{part.mean():.6f}" for part in (lost[:, :18], allowed[:, :18], lost[:, 18:], allowed[:, 18:])]
+    halves = [f"{part.mean():.6f}" for part in (lost[:, :40], allowed[:, :40], lost[:, 40:], allowed[:, 40:])]
     print(
         f"KL to float32: sidestream {lost.mean():.6f}, transformers {allowed.mean():.6f}, ratio {lost.mean() / allowed.mean():.3f}; "
         f"prompts {halves[0]} and {halves[1]}, tokens {halves[2]} and {halves[3]}"

@@ -320,6 +320,11 @@ def test_top_p_is_the_smallest_set_that_reaches_the_mass() -> None:
     assert kept(got.processed) == [tokens for _, tokens in cases]
 
 
+def test_top_p_that_is_met_exactly() -> None:
+    weights = torch.tensor([[4.0, 1.0, 2.0, 1.0], [4.0, 1.0, 2.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    assert module._nucleus_threshold(weights, torch.tensor([[0.5], [0.75], [0.25]])).tolist() == [[4.0], [2.0], [2.0]]
+
+
 def test_top_p_when_one_token_has_all_the_mass() -> None:
     logits = torch.full((2, 400), -200.0)
     logits[0, 17] = 0.0
@@ -464,6 +469,15 @@ def test_a_token_of_probability_zero_is_never_drawn(point: float) -> None:
             assert token == living[0]
         if point == LARGEST:
             assert token == living[-1]
+
+
+def test_faint_tokens_are_not_lost_in_the_sum() -> None:
+    """In float32, 1 + 1e-8 is 1: a hundred thousand such tokens would never be drawn."""
+    logits = torch.full((3, 100_001), math.log(1e-8))
+    logits[:, 0] = 0.0
+    points = [1 - 0.75e-3, 1 - 0.25e-3, LARGEST]  # they have 1e-3 of the mass
+    tokens = run(logits, [row(temperature=1.0)] * 3, points=points).tokens.tolist()
+    assert tokens[0] == pytest.approx(25_000, rel=0.01) and tokens[1] == pytest.approx(75_000, rel=0.01) and tokens[2] == 100_000
 
 
 def test_draws_follow_the_softmax() -> None:
