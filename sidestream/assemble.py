@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import time
 from collections.abc import Callable
@@ -68,7 +69,7 @@ def assemble(
         log.setLevel(config.log_level.upper())
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device)
-    threads = config.threads or torch.get_num_threads()
+    threads = pick_threads(config.threads)
     streams = streams or open_streams(device, threads)
     log.info(
         "sidestream %s · python %s · torch %s · %s",
@@ -162,6 +163,14 @@ def pick_device(name: str) -> torch.device:
             "device: got cuda, but this torch finds no CUDA device", hint="Use --device cpu, or install a CUDA build of torch."
         )
     return torch.device(name)
+
+
+def pick_threads(threads: int | None) -> int:
+    """None: as many as torch takes. More than there are processors would only wait for each other."""
+    most = os.cpu_count() or 1
+    if threads is not None and threads > most:
+        raise ConfigError(f"threads: got {threads}, must be at most {most} (the processors of this machine)")
+    return threads or torch.get_num_threads()
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -20,7 +20,7 @@ import pytest
 
 from sidestream import Engine, Output, SamplingParams
 from sidestream.engine.streams import open_amplified_streams
-from sidestream.messages import Submit
+from sidestream.messages import Abort, Submit
 
 DEFAULTS: dict[str, Any] = {
     "return_logprob": False,
@@ -41,7 +41,7 @@ class Ask:
     prompt: list[int]
     sampling: SamplingParams
     outputs: dict[str, Any] = field(default_factory=dict)
-    abort_after: int | None = None  # tokens seen before the caller aborts it
+    abort_after: int | None = None  # tokens before it is aborted
 
 
 class Alternating:
@@ -287,25 +287,33 @@ class Checks:
     join_choices: Callable[..., list[Output]]
     wait_until_idle: Callable[..., dict[str, Any]]
 
-    def stream_and_abort(self, engine: Engine, ask: Ask, rid: str, parts: Any, out: dict[str, Output]) -> None:
-        seen: list[Output] = []
-        if ask.abort_after == 0:
-            engine.abort(rid)
-        for part in parts:
-            seen.append(part)
-            if sum(len(each.token_ids) for each in seen) >= ask.abort_after:
-                engine.abort(rid)
-        out[ask.name] = self.join_choices(seen)[0]
+    def abort_in_time(self, engine: Any, asks: Sequence[Ask]) -> None:
+        """Abort each of them from the engine's own thread, after so many tokens (0: with the first rows of the prompt)."""
+        loop, emit = engine.loop, engine._outbox.put
+        left = {ask.name: ask.abort_after for ask in asks}
+
+        def watching(step: Any) -> None:
+            for key in {*step.keys, *step.rows}:
+                rid = engine._choices[key].prompt.rid
+                if rid in left:
+                    left[rid] -= key in step.keys
+                    if left[rid] <= 0:
+                        del left[rid]
+                        loop.inbox.put(Abort(rid))
+            emit(step)
+
+        loop.emit = watching
 
     def start_aborted(self, engine: Engine, ask: Ask, out: dict[str, Output]) -> threading.Thread:
         parts = engine.stream(ask.prompt, ask.sampling, rid=ask.name, **ask.outputs)
-        thread = threading.Thread(target=self.stream_and_abort, args=(engine, ask, ask.name, parts, out), daemon=True)
+        thread = threading.Thread(target=lambda: out.update({ask.name: self.join_choices(parts)[0]}), daemon=True)
         thread.start()
         return thread
 
     def run(self, engine: Engine, workload: Workload, *, batched: bool) -> dict[str, list[Output]]:
         """Once through the workload; returns the answers of those that finish."""
         cut: dict[str, Output] = {}
+        self.abort_in_time(engine, workload.aborted)
         if batched:
             threads = [self.start_aborted(engine, ask, cut) for ask in workload.aborted]
             answers = answers_of(engine, workload.finishing)

@@ -93,6 +93,38 @@ def test_false_drops_the_device_reference(copies: Copies) -> None:
     assert copies.ledger.skipped == {"token": 0, "logprob": 12, "hidden": 10 * 8 * 4}
 
 
+@pytest.mark.parametrize("logprob", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_each_flag_gates_its_own_tensors(copies: Copies, logprob: bool, hidden: bool) -> None:
+    """What is asked for becomes host memory of its own, equal to the device's; what is not is freed at once."""
+    result = result_of(copies)
+    kinds = [(result.next_token_ids, True), *((rows, hidden) for rows in result.logits_output.hidden_states or ())]
+    for block in (result.logits_output.next_token_logprobs, result.logits_output.input_token_logprobs):
+        kinds += [(part, logprob) for part in block or () if part is not None]
+    assert len(kinds) == 1 + 2 + 3 + 1
+    alive = [(weakref.ref(tensor), kept) for tensor, kept in kinds]
+    values = [(tensor.clone(), tensor.data_ptr()) for tensor, kept in kinds if kept]
+    block = None
+    kinds.clear()
+
+    result.copy_to_cpu(logprob, hidden)
+    gc.collect()
+    assert [reference() is not None for reference, _ in alive] == [kept for _, kept in alive]
+    copies.wait(result.copy_done)  # type: ignore[arg-type]
+    output = result.logits_output
+    host = [result.next_token_ids, *(output.hidden_states or ())]
+    for block in (output.next_token_logprobs, output.input_token_logprobs):
+        host += [part for part in block or () if part is not None]
+    assert len(host) == len(values)
+    for copy, (value, address) in zip(host, values, strict=True):
+        assert copy.device.type == "cpu" and copy.dtype == value.dtype and torch.equal(copy, value)
+        assert copy.data_ptr() != address, "a view of device memory would change under its reader"
+    assert copies.ledger.copied == {"token": 12, "logprob": 80 * logprob, "hidden": 272 * hidden}
+    assert copies.ledger.skipped == {"token": 0, "logprob": 0 if logprob else 12, "hidden": 320 - 128 * hidden}
+    assert isinstance(copies.side, RecordingStream)
+    assert copies.side.calls == ["wait", *["launch"] * (1 + 2 * hidden + 4 * logprob), "record"]
+
+
 def test_what_is_copied_is_held_until_the_copy_is_done_and_not_longer(copies: Copies) -> None:
     result = result_of(copies, logprobs=False)
     source = weakref.ref(result.logits_output.hidden_states[0])  # type: ignore[index]

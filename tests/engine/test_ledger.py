@@ -146,3 +146,89 @@ def test_a_constraint_does_not_change_the_ledger(open_engine: OpenEngine) -> Non
             ledgers.append({kind: d2h(engine)[kind] for kind in ("token", "logprob", "hidden")})
     assert ledgers[0]["token"]["copied_bytes"] == ledgers[1]["token"]["copied_bytes"]
     assert {k: v["copied_bytes"] for k, v in ledgers[0].items()} == {k: v["copied_bytes"] for k, v in ledgers[1].items()}
+
+
+SKIPPED = [
+    # Only what an engine without gates would have moved counts: the final row of every position.
+    ({"hidden_states_layers": [1]}, 10, 10),
+    ({"hidden_states_layers": [1, -1], "hidden_states_start": 5}, 2 * 5, 10 - 5),
+    ({"hidden_states_layers": [-1, 4]}, 2 * 10, 0),
+    ({"hidden_states_start": 400}, 0, 10),
+]
+
+
+@pytest.mark.parametrize(("outputs", "copied", "skipped"), SKIPPED)
+def test_skipped_hidden_bytes_by_hand(engine: Any, outputs: dict[str, Any], copied: int, skipped: int) -> None:
+    """Seven prompt positions and three of output are computed; numbers of rows."""
+    engine.generate([7, 8, 9, 10, 11, 12, 13], greedy(4), return_hidden_states=True, **outputs)
+    assert engine.stats()["forward_tokens"] == 10
+    assert d2h(engine)["hidden"] == {"copied_bytes": copied * ROW, "skipped_bytes": skipped * ROW, "discarded_bytes": 0}
+
+
+def test_skipped_bytes_are_counted_step_by_step(open_engine: OpenEngine) -> None:
+    """A step that copies more than the model's own type would need makes up for no other step."""
+    with open_engine(dtype="bfloat16") as engine:
+        engine.generate(
+            [7, 8, 9, 10, 11, 12, 13], greedy(4), return_hidden_states=True, hidden_states_start=7, hidden_states_dtype="float32"
+        )
+        assert d2h(engine)["hidden"] == {"copied_bytes": 3 * HIDDEN * 4, "skipped_bytes": 7 * HIDDEN * 2, "discarded_bytes": 0}
+
+
+@pytest.mark.parametrize(("layers", "final"), [([-1], 1), ([2], 0), ([2, -1, 1], 1)])
+def test_a_late_row_was_not_skipped(engine: Any, layers: list[int], final: int) -> None:
+    fourth = engine.generate([3, 9, 4], greedy(9)).token_ids[3]
+    before = engine.stats()
+    answer = engine.generate([3, 9, 4], greedy(9, stop_token_ids=[fourth]), return_hidden_states="last", hidden_states_layers=layers)
+    after = engine.stats()
+    assert answer.finish_reason == "stop"
+    copied, skipped = (after["d2h"]["hidden"][kind] - before["d2h"]["hidden"][kind] for kind in ("copied_bytes", "skipped_bytes"))
+    assert copied == len(layers) * ROW == answer.copied_bytes["hidden"]
+    assert skipped == (after["forward_tokens"] - before["forward_tokens"] - final) * ROW
+
+
+def test_skipped_logprob_bytes(engine: Any) -> None:
+    engine.generate([[5, 6], [7, 8, 9]], [greedy(3), greedy(5)], return_logprob=[True, False])
+    assert d2h(engine)["logprob"] == {"copied_bytes": 3 * 4, "skipped_bytes": 5 * 4, "discarded_bytes": 0}
+
+
+def test_last_ended_by_the_end_of_sequence(engine: Any) -> None:
+    prompts = [[i, i + 7, 9] for i in range(3, 43)]
+    answers = engine.generate(prompts, greedy(24, ignore_eos=False))
+    ended = [p for p, a in zip(prompts, answers, strict=True) if a.finish_reason == "stop" and 3 < a.completion_tokens < 20]
+    assert ended, "no prompt ends by itself"
+    assert d2h(engine)["hidden"]["copied_bytes"] == 0
+    answer = engine.generate(
+        [ended[0], *prompts[:31]], greedy(24, ignore_eos=False), return_hidden_states=["last", *[False] * 31], hidden_states_layers=[2]
+    )[0]
+    assert answer.finish_reason == "stop" and answer.matched_stop == answer.token_ids[-1]
+    assert list(answer.hidden_states.positions) == [3 + answer.completion_tokens - 2]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW == answer.copied_bytes["hidden"]
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_the_outputs_say_adds_up_to_the_ledger(open_engine: OpenEngine, overlap: bool) -> None:
+    """Several choices, rows, logprobs, ends by length and by surprise: what nobody received was discarded."""
+    with open_engine(overlap=overlap) as engine:
+        prompts = [[i + 3, 9, i + 4] * 7 for i in range(8)]
+        stops = [answer.token_ids[4] for answer in engine.generate(prompts, greedy(8))]
+        before = d2h(engine)
+        answers = engine.generate(
+            prompts,
+            [greedy(8, n=1 + i % 3, stop_token_ids=[stop] if i % 2 else []) for i, stop in enumerate(stops)],
+            return_hidden_states=[True, True, "last", "last", False, True, True, False],
+            hidden_states_start=[0, -1, 0, 0, 0, 2, 21, 0],
+            hidden_states_layers=[1, -1],
+            top_logprobs_num=[0, 2, 0, 3, 1, 0, 0, 0],
+            logprob_start_len=[-1, 4, -1, -1, 0, -1, 20, -1],
+        )
+        after = d2h(engine)
+        for kind in ("token", "logprob", "hidden"):
+            copied, discarded = (after[kind][name] - before[kind][name] for name in ("copied_bytes", "discarded_bytes"))
+            assert copied > 0 and sum(answer.copied_bytes[kind] for answer in answers) == copied - discarded
+            assert (discarded > 0) == overlap
+        # The first choice pays for the rows of the prompt that all of them hold.
+        first, second = answers[1], answers[2]
+        assert (first.index, second.index) == (0, 1) and len(first.hidden_states.positions) == len(second.hidden_states.positions)
+        assert first.copied_bytes["hidden"] - second.copied_bytes["hidden"] == 2 * ROW
+        assert first.copied_bytes["logprob"] - second.copied_bytes["logprob"] == (21 - 4) * (4 + 2 * 8)
