@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sidestream import SamplingParams
+from sidestream.engine.copies import Copies
 from sidestream.messages import Submit
 
 OpenEngine = Callable[..., AbstractContextManager[Any]]
@@ -232,3 +233,38 @@ def test_what_the_outputs_say_adds_up_to_the_ledger(open_engine: OpenEngine, ove
         assert (first.index, second.index) == (0, 1) and len(first.hidden_states.positions) == len(second.hidden_states.positions)
         assert first.copied_bytes["hidden"] - second.copied_bytes["hidden"] == 2 * ROW
         assert first.copied_bytes["logprob"] - second.copied_bytes["logprob"] == (21 - 4) * (4 + 2 * 8)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each late copy."""
+    calls: list[int] = []
+    copy_late = Copies.copy_late
+
+    def spied(self: Copies, tensor: Any, row: int) -> Any:
+        calls.append(row)
+        return copy_late(self, tensor, row)
+
+    monkeypatch.setattr(Copies, "copy_late", spied)
+    return calls
+
+
+@pytest.mark.parametrize("at", [1, 4, 7, 8])
+def test_last_ended_by_a_token_at_any_distance_from_the_length(engine: Any, late: list[int], at: int) -> None:
+    """With the second to last token, the step of the last one is already in flight: it must not have copied the row."""
+    prompts = [[i, i + 5, 9, 4] for i in range(3, 23)]
+    answers = engine.generate(prompts, greedy(9))
+    prompt, stop = next((p, a.token_ids[at]) for p, a in zip(prompts, answers, strict=True) if a.token_ids[at] not in a.token_ids[:at])
+    answer = engine.generate(prompt, greedy(9, stop_token_ids=[stop]), return_hidden_states="last")
+    assert answer.finish_reason == "stop" and answer.completion_tokens == at + 1
+    assert list(answer.hidden_states.positions) == [4 + at - 1]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW
+    assert d2h(engine)["hidden"]["discarded_bytes"] == 0
+    assert len(late) <= 1 and (len(late) == 1 or at == 8)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 6])
+def test_last_whose_end_is_known_leaves_with_its_final_step(engine: Any, late: list[int], count: int) -> None:
+    answer = engine.generate([7, 8, 9], greedy(count), return_hidden_states="last")
+    assert list(answer.hidden_states.positions) == [3 + max(count, 1) - 2]
+    assert d2h(engine)["hidden"]["copied_bytes"] == ROW and not late

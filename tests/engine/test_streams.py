@@ -116,6 +116,26 @@ def test_the_amplifier_delays_and_keeps_each_streams_own_order() -> None:
     assert order != [f"{name}{i}" for i in range(30) for name in "cs"], "without events nothing orders the two"
 
 
+def test_the_amplifier_reads_too_early_where_no_event_orders() -> None:
+    """What it is for: a side stream that does not wait for its writer sees old values; the sleeps are real and repeat with the seed."""
+    stale = 0
+    for seed in range(3):
+        streams = open_amplified_streams(threads=1, seed=seed)
+        written, seen = [-1], []
+        for i in range(20):
+            streams.compute.launch(lambda i=i, written=written: written.__setitem__(0, i))
+            seen.append(streams.side.launch(lambda written=written: written[0]))
+        stale += sum(launched.result() < i for i, launched in enumerate(seen))
+        streams.close()
+    assert stale > 0
+    started = time.perf_counter()
+    slow = DelayedCpuStream("slow", seed=1, longest_ms=20)
+    for _ in range(20):
+        slow.launch(lambda: None)
+    slow.close()
+    assert time.perf_counter() - started > 0.05, "half of the 20 items wait for 10 ms on average"
+
+
 def test_the_amplifier_respects_events() -> None:
     streams = open_amplified_streams(threads=1, seed=5)
     written, seen = [-1], []
