@@ -226,6 +226,7 @@ def test_last_is_right_however_the_request_ends(
             "length": (on(7), "length", None, 7),
             "length, with EOS possible": (greedy(count - 1), "length", None, count - 1),
             "EOS as the last token allowed": (greedy(count), "stop", END, count),
+            "EOS while the last step is under way": (greedy(count + 1), "stop", END, count),
             "stop token": (on(40, stop_token_ids=[third]), "stop", third, place + 1),
             "stop string": (on(60, stop=stop), "stop", stop, None),
             "one token": (greedy(1), "length", None, 1),
