@@ -17,9 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from sidestream import Engine, Output, SamplingParams
-from sidestream.engine.streams import open_amplified_streams
+from sidestream.engine.scheduler import _Step
+from sidestream.engine.streams import Streams, open_amplified_streams, open_streams
 from sidestream.messages import Abort, Submit
 
 DEFAULTS: dict[str, Any] = {
@@ -33,6 +35,11 @@ DEFAULTS: dict[str, Any] = {
     "hidden_states_layers": [-1],
     "hidden_states_dtype": "model",
 }
+
+
+def open_poisoned_streams() -> Streams:
+    """The streams of the CPU, with freed pages and arena blocks filled with NaN."""
+    return open_streams(torch.device("cpu"), 1)._replace(poison=True)
 
 
 @dataclass(frozen=True)
@@ -406,6 +413,36 @@ def test_few_slots_and_a_small_arena_give_the_solo_answer(
         checks.run(engine, workload, batched=True)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batched", "alone"])
+@pytest.mark.parametrize("page_size", [1, 16], ids=["page1", "page16"])
+def test_a_request_may_be_retracted_at_any_moment(
+    open_engine: Callable[..., Any], workload: Workload, checks: Checks, overlap: bool, batched: bool, page_size: int
+) -> None:
+    """Memory that runs short takes the pages of whoever was admitted last; here anybody's are taken, in the middle of anything."""
+    with open_engine(
+        constraint=grammar, overlap=overlap, chunked_prefill_size=16, page_size=page_size, streams=open_poisoned_streams()
+    ) as engine:
+        scheduler, choose = engine.loop.scheduler, random.Random(page_size)
+        next_batch = scheduler.next_batch
+        victims = set()
+
+        def retracting() -> Any:
+            able = [request for request in scheduler.running if not request.launched_all and not request.aborting]
+            for victim in able:
+                if choose.random() < 0.15:
+                    victims.add(victim.rid)
+                    scheduler._retract(victim, _Step(0, 0))
+            return next_batch()
+
+        scheduler.next_batch = retracting
+        checks.run(engine, workload, batched=batched)
+        if not batched:
+            cold = engine.generate([7] * 40, greedy(30, ignore_eos=True))
+            assert cold.cached_tokens == 0, "its own pages, after it was retracted, are not what it found when it was admitted"
+        assert len(victims) >= 15, victims
+
+
 # The amplifier: two streams that delay at random, freed pages and arena blocks filled with NaN.
 
 
@@ -468,7 +505,7 @@ def test_the_parts_of_a_stream_add_up_to_the_answer(
 def test_held_back_text_takes_its_logprobs_and_rows_along(
     open_engine: Callable[..., Any], workload: Workload, checks: Checks, overlap: bool, choices: int, hidden: bool | str
 ) -> None:
-    """Stop strings begin in many places without being completed: most letters the model may choose begin one."""
+    """Stop strings begin in many places without being completed; many tokens end in the beginning of one, some span two."""
     prompt = workload.asks[3].prompt
     outputs = {
         "return_hidden_states": hidden,
@@ -478,8 +515,9 @@ def test_held_back_text_takes_its_logprobs_and_rows_along(
         "token_ids_logprob": [3],
     }
     with open_engine(overlap=overlap, page_size=4) as engine:
-        letters = [engine.tokenizer.backend.token_to_id(letter) for letter in "ABCDEFGHIJKLM"]
-        stops = tuple(f"{one}{other}{one}{other}" for one, other in zip("ABCDEFGH", "BCDEFGHA", strict=True)) + ("ABC", "HG")
+        pieces = {token: engine.tokenizer.token_bytes(token) for token in range(2, 320)}
+        letters = [token for token, piece in pieces.items() if all(byte in b"abcdefghijklmnopqrstuvwxyz " for byte in piece)]
+        stops = tuple(letter + "~" for letter in "aeilnorstu ") + ("quququ", "edededed")
         sampling = SamplingParams(
             max_new_tokens=60, temperature=2.0, seed=21, n=choices, stop=stops, allowed_token_ids=letters, ignore_eos=True
         )
@@ -488,7 +526,7 @@ def test_held_back_text_takes_its_logprobs_and_rows_along(
         joined = checks.join_choices(parts)
         answers = answers if choices > 1 else [answers]
         assert len(joined) == choices
-        held = 0
+        held = split = 0
         for got, want in zip(joined, answers, strict=True):
             checks.assert_same(got, want, f"choice {got.index}")
             own = [part for part in parts if part.index == got.index]
@@ -496,6 +534,7 @@ def test_held_back_text_takes_its_logprobs_and_rows_along(
             position = len(prompt)
             for at, part in enumerate(own):
                 held += len(part.token_ids) > 1
+                split += part.text != engine.tokenizer.decode(part.token_ids)
                 # A part carries just the numbers of its own tokens, the first one the prompt's too.
                 assert len(part.logprobs.output) == len(part.logprobs.output_top) == len(part.logprobs.output_ids) == len(part.token_ids)
                 assert len(part.logprobs.input) == (0 if at else len(prompt))
@@ -505,7 +544,8 @@ def test_held_back_text_takes_its_logprobs_and_rows_along(
                 elif part.finish_reason is None:
                     assert list(part.hidden_states.positions) == []
                 position += len(part.token_ids)
-        assert held >= 2, "nothing was ever held back"
+        assert held >= 5, "nothing was ever held back"
+        assert split >= 2, "no token was shown in part"
 
 
 # The default model.
