@@ -125,7 +125,10 @@ class Engine:
                     yield part
         finally:
             if unfinished:
-                self._parts.loop.inbox.put(Abort(prompt.rid))
+                self._give_up(prompt)
+
+    def _give_up(self, prompt: Prompt) -> None:
+        self._parts.loop.inbox.put(Abort(prompt.rid, frozenset(choice.key for choice in prompt.choices)))
 
     def abort(self, rid: str) -> None:
         """End a request; what was computed for it is returned with `finish_reason="abort"`. Unknown ids are ignored."""
@@ -194,12 +197,12 @@ class Engine:
                     while submitted < len(prompts) and self._take_place(
                         blocking=submitted == 0 or self._idle(prompts[:submitted], answers)
                     ):
-                        self._submit(prompts[submitted])
-                        submitted += 1
+                        submitted += 1  # first: an interrupted one is given up too
+                        self._submit(prompts[submitted - 1])
                     self._collect(prompts[0].events, answers, bar)
         except BaseException:
             for prompt in prompts[:submitted]:
-                self._parts.loop.inbox.put(Abort(prompt.rid))
+                self._give_up(prompt)
             raise
         return [answers[choice.key] for prompt in prompts for choice in prompt.choices]
 
@@ -229,24 +232,30 @@ class Engine:
         return True
 
     def _submit(self, prompt: Prompt) -> None:
-        prompt_ids = np.asarray(prompt.ids, np.int32)
-        seed = prompt.sampling.seed
-        sampling = prompt.sampling if seed is not None else _with_seed(prompt.sampling, secrets.randbits(63))
-        with self._lock:
-            if self._failure is not None:
-                self._places.release()
-                raise _dead(self._failure)
-            if prompt.rid in self._rids:
-                self._places.release()
-                raise InvalidRequest("rid", f"got {prompt.rid!r}, must differ from the ids of requests that are still open")
-            self._rids.add(prompt.rid)
-            for choice in prompt.choices:
-                self._choices[choice.key] = choice
+        """Queue a prompt for which a place was taken. Gives the place back if it raises, also when it is interrupted."""
+        submitted = False
+        try:
+            prompt_ids = np.asarray(prompt.ids, np.int32)
+            seed = prompt.sampling.seed
+            sampling = prompt.sampling if seed is not None else _with_seed(prompt.sampling, secrets.randbits(63))
             primary = prompt.choices[0].key
-            for choice in prompt.choices:
-                self._parts.loop.inbox.put(
-                    Submit(choice.key, prompt.rid, choice.index, prompt_ids, sampling, prompt.plan, primary if choice.index else None)
-                )
+            messages = [
+                Submit(choice.key, prompt.rid, choice.index, prompt_ids, sampling, prompt.plan, primary if choice.index else None)
+                for choice in prompt.choices
+            ]
+            with self._lock:
+                if self._failure is not None:
+                    raise _dead(self._failure)
+                if prompt.rid in self._rids:
+                    raise InvalidRequest("rid", f"got {prompt.rid!r}, must differ from the ids of requests that are still open")
+                self._rids.add(prompt.rid)
+                self._choices.update((choice.key, choice) for choice in prompt.choices)
+                submitted = True
+                for message in messages:
+                    self._parts.loop.inbox.put(message)
+        finally:
+            if not submitted:
+                self._places.release()
 
     def _next(self, events: queue.SimpleQueue[Event]) -> tuple[Choice, Delta]:
         event = events.get()

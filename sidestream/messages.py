@@ -27,9 +27,10 @@ class Submit:
 
 
 class Abort(NamedTuple):
-    """End all choices with this rid; unknown ones are ignored."""
+    """End all choices with this rid, or of them those with `keys`; unknown ones are ignored."""
 
     rid: str
+    keys: frozenset[int] | None = None  # of a caller that gives up: the rid may belong to somebody else by now
 
 
 class Call(NamedTuple):

@@ -117,7 +117,7 @@ class EngineLoop:
             if isinstance(message, Submit):
                 self.submit(message)
             elif isinstance(message, Abort):
-                self.abort(message.rid)
+                self.abort(message.rid, message.keys)
             elif isinstance(message, Call):
                 self.questions.append(message)
             else:
@@ -151,10 +151,10 @@ class EngineLoop:
         if error is not None:
             self.abort(request.rid)
 
-    def abort(self, rid: str) -> None:
+    def abort(self, rid: str, keys: frozenset[int] | None = None) -> None:
         """End a request's choices: at once where no step is in flight, else with the step in flight, whose token still counts."""
         step = StepOutputs([], [], {}, {}, {})
-        for request in [r for r in self.requests.values() if r.rid == rid]:
+        for request in [r for r in self.requests.values() if r.rid == rid and (keys is None or r.key in keys)]:
             if request.in_flight:
                 request.aborting = True
             else:

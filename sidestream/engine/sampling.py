@@ -142,6 +142,7 @@ def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Uplo
     total = cdf[:, -1:]
     point = torch.minimum(upload(plan.uniform)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cdf, point, right=True)[:, 0]
+    drawn = drawn.clamp(max=logits.shape[1] - 1)  # a row of NaN, or with every token masked out, has no mass: stay in the vocabulary
     tokens = torch.where(greedy[:, 0], edited.argmax(-1), drawn)
     return Sampled(tokens.to(torch.int32), processed)
 

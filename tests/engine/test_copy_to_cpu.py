@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -159,8 +160,6 @@ def test_a_copy_waits_for_the_compute_stream(copies: Copies) -> None:
     release = torch.tensor([7, 8, 9], dtype=torch.int32)
 
     def compute_late() -> None:
-        import time
-
         time.sleep(0.05)
         source.copy_(release)
 
@@ -323,3 +322,31 @@ def test_a_grammar_that_fails_ends_its_request_alone(open_engine: OpenEngine, ov
         with pytest.raises(RuntimeError, match="no such rule"):
             engine.generate([5, 6], greedy(4))
         assert sum(len(part.token_ids) for part in neighbour) == 12
+
+
+class AdmitsNothing(OnlyTokens):
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        mask[:] = 0
+
+    def advance(self, token_id: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_without_any_mass_stays_in_the_vocabulary(open_engine: OpenEngine, overlap: bool) -> None:
+    with open_engine(overlap=overlap, constraint=lambda m: AdmitsNothing([]) if m.prompt[0] == 5 else None) as engine:
+        neighbour = engine.stream([7, 8, 9], greedy(30))
+        answer = engine.generate([5, 6], SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True))
+        assert all(0 <= token < 320 for token in answer.token_ids)
+        assert sum(len(part.token_ids) for part in neighbour) == 30
+
+
+def test_dropping_a_finished_stream_leaves_the_next_owner_of_its_rid_alone(open_engine: OpenEngine) -> None:
+    with open_engine() as engine:
+        first = engine.stream([5, 6, 7], greedy(2), rid="x")
+        while "x" in engine._rids:  # until the engine has finished it
+            time.sleep(0.001)
+        second = engine.stream([9, 9, 9], greedy(200), rid="x")
+        first.close()
+        parts = list(second)
+        assert parts[-1].finish_reason == "length" and sum(len(part.token_ids) for part in parts) == 200
