@@ -322,17 +322,17 @@ def test_case_12_a_penalty_is_applied_exactly_once(open_engine: Opener, tiny_lla
     model = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32).eval()
     prompt = [11, 12] * 8
     repetition, frequency, presence = penalties
-    want = penalised_reference(model, prompt, 24, *penalties)
-    assert want != solo(open_engine, prompt, greedy(24, ignore_eos=True)).token_ids
-    sampling = greedy(24, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, ignore_eos=True)
+    want = penalised_reference(model, prompt, 16, *penalties)
+    assert want != solo(open_engine, prompt, greedy(16, ignore_eos=True)).token_ids
+    sampling = greedy(16, repetition_penalty=repetition, frequency_penalty=frequency, presence_penalty=presence, ignore_eos=True)
     neighbours = [ids(9 + i, i) for i in range(7)]
-    plain = [solo(open_engine, each, greedy(24, ignore_eos=True)).token_ids for each in neighbours]
+    plain = [solo(open_engine, each, greedy(16, ignore_eos=True)).token_ids for each in neighbours]
     for overlap in (False, True):
         with open_engine(overlap=overlap) as engine:
             assert engine.generate(prompt, sampling).token_ids == want
             batch = engine.generate(
                 [*neighbours[:3], prompt, *neighbours[3:]],
-                [greedy(24, ignore_eos=True)] * 3 + [sampling] + [greedy(24, ignore_eos=True)] * 4,
+                [greedy(16, ignore_eos=True)] * 3 + [sampling] + [greedy(16, ignore_eos=True)] * 4,
             )
             assert batch[3].token_ids == want
             assert [output.token_ids for output in batch[:3] + batch[4:]] == plain
