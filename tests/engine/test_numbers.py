@@ -309,6 +309,21 @@ class Paged:
             return self.decoder.logits(hidden).log_softmax(-1).view(count, length, -1)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", [1, 320, 1024])  # less than a piece, not a multiple of it, and four of them
+def test_logits_of_half_precision_are_float32(loaded: LoadedModel, dtype: torch.dtype, device: str, vocabulary: int) -> None:
+    weights = {name: weight.to(device, dtype) for name, weight in loaded.weights.items()}
+    decoder = Decoder(loaded.spec, weights | {"lm_head": weights["embed"][:vocabulary]}, context=8)
+    head, generator = decoder.weights["lm_head"].double(), torch.Generator().manual_seed(1)
+    for rows in (1, 5):
+        hidden = torch.randn(rows, loaded.spec.hidden_size, generator=generator).to(device, dtype)
+        logits = decoder.logits(hidden)
+        assert logits.dtype == torch.float32 and logits.shape == (rows, vocabulary)
+        allowed = 1e-6 * (hidden.double().abs() @ head.abs().T)  # rounding to bfloat16 alone exceeds it many times
+        assert ((logits - hidden.double() @ head.T).abs() <= allowed).all()
+
+
 def divergence(reference: Tensor, other: Tensor) -> Tensor:
     """Kullback-Leibler divergence of each position."""
     return (reference.double().exp() * (reference.double() - other.double())).sum(-1)
@@ -330,5 +345,5 @@ def test_bfloat16_loses_no_more_than_transformers(loaded: LoadedModel, tokenizer
         f"prompts {halves[0]} and {halves[1]}, tokens {halves[2]} and {halves[3]}"
     )
     assert 1e-6 < allowed.mean() < 0.1, "the reference itself is off"
-    assert lost.mean() <= 1.1 * allowed.mean()
+    assert lost.mean() <= 0.9 * allowed.mean(), "transformers rounds its logits to bfloat16, and we do not"
     assert (ours.argmax(-1) == exact.argmax(-1)).float().mean() > 0.95
