@@ -39,6 +39,12 @@ class QueueFull(SidestreamError):
     code = "queue_full"
 
 
+class NoToken(SidestreamError):
+    """From the distribution of the next token none can be taken. Ends this request; others go on."""
+
+    code = "no_token"
+
+
 class EngineDead(SidestreamError):
     """The engine stopped with an error; every open request gets this one."""
 

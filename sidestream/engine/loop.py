@@ -18,8 +18,10 @@ from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
 from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
 from sidestream.engine.request import Constraint, FinishReason, Request, StopMatcher
 from sidestream.engine.runner import Masks, Runner
+from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
+from sidestream.errors import NoToken
 from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Submit
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
@@ -169,8 +171,9 @@ class EngineLoop:
             if request.constraint is not None and request.finish_reason is None:
                 try:
                     request.constraint.fill_mask(masks[row])
-                except Exception as error:
+                except Exception as error:  # the request ends with this step; its row is sampled like one without a grammar
                     request.error = error
+                    masks[row] = 0xFFFFFFFF
         return masks
 
     # Results
@@ -206,6 +209,11 @@ class EngineLoop:
             elif request.aborting and not request.final_in_flight:
                 self._finish(request, "abort", step)
             return
+        if token < 0 and request.error is None:
+            request.error = NoToken(_why_no_token(request, token))
+        if request.error is not None:  # there is no token, or its mask failed and it was chosen without
+            self._finish(request, "abort", step)
+            return
         request.output_ids.append(token)
         step.keys.append(request.key)
         step.tokens.append(token)
@@ -216,15 +224,11 @@ class EngineLoop:
     def _end_of(self, request: Request, token: int) -> FinishReason | None:
         """Why the request ends with this token, if it does."""
         count = len(request.output_ids)
-        match, complete = None, False
-        if request.error is not None:  # its mask failed: the token was chosen without
-            return "abort"
         try:
             match = request.matcher.feed(token) if request.matcher is not None else None
             complete = request.constraint.advance(token) if request.constraint is not None else False
         except Exception as error:
             request.error = error
-        if request.error is not None:
             return "abort"
         if token in request.stop_ids and count >= request.sampling.min_new_tokens:
             request.matched_stop = token
@@ -336,3 +340,18 @@ class EngineLoop:
         self._emit(step)
         self.answer_questions()
         self.runner.streams.close()
+
+
+def _why_no_token(request: Request, failure: int) -> str:
+    place = f"no token can be chosen at position {request.prompt_len + len(request.output_ids)}"
+    if failure != NOTHING_ADMITTED:
+        return f"{place}: the model's logits are not finite"
+    sampling = request.sampling
+    masks = {
+        "grammar": request.constraint is not None,
+        "allowed_token_ids": sampling.allowed_token_ids is not None,
+        "bad_token_ids": bool(sampling.bad_token_ids),
+        "min_new_tokens": len(request.output_ids) < sampling.min_new_tokens,
+    }
+    used = [name for name, is_used in masks.items() if is_used]
+    return f"{place}: {', '.join(used) or 'the model'} admits none"

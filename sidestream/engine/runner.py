@@ -14,7 +14,7 @@ from sidestream.engine.batch import Batch
 from sidestream.engine.copies import Copies, GenerationBatchResult
 from sidestream.engine.memory import DeviceMemory
 from sidestream.engine.outputs import LogitsProcessorOutput, LogprobBlock, ScorePlan, TapGroup
-from sidestream.engine.sampling import Sampled, sample, score, score_in_pieces
+from sidestream.engine.sampling import sample, score, score_in_pieces
 from sidestream.engine.streams import Launched, Streams
 from sidestream.models.decoder import Decoder, ForwardInputs, Tap, plan_attention
 
@@ -91,17 +91,18 @@ class Runner:
     def _sample(self, batch: Batch, logits: Tensor, masks: Masks | None) -> tuple[Tensor, LogprobBlock | None]:
         plan, memory = batch.sampling, self.memory
         sampled = sample(logits, plan, memory.token_table, memory.upload, masks)
-        memory.token_table[memory.upload(plan.slots), memory.upload(plan.lengths)] = sampled.tokens
+        tokens = sampled.tokens.clamp(min=0)  # the next step may be under way when the host learns that a row has none
+        memory.token_table[memory.upload(plan.slots), memory.upload(plan.lengths)] = tokens
         wanted = batch.outputs.next_token
-        return sampled.tokens, None if wanted is None else self._score_next(wanted, logits, sampled)
+        return sampled.tokens, None if wanted is None else self._score_next(wanted, logits, sampled.processed, tokens)
 
-    def _score_next(self, wanted: ScorePlan, logits: Tensor, sampled: Sampled) -> LogprobBlock:
+    def _score_next(self, wanted: ScorePlan, logits: Tensor, processed: Tensor, tokens: Tensor) -> LogprobBlock:
         upload = self.memory.upload
         rows = upload(wanted.rows)
         chosen = logits[rows]  # [rows, vocabulary]
         if wanted.processed is not None:
-            chosen = torch.where(upload(wanted.processed)[:, None], sampled.processed[rows], chosen)
-        return score(chosen, sampled.tokens[rows], wanted, upload)
+            chosen = torch.where(upload(wanted.processed)[:, None], processed[rows], chosen)
+        return score(chosen, tokens[rows], wanted, upload)
 
     def _score_inputs(self, wanted: ScorePlan | None, hidden: Tensor) -> LogprobBlock | None:
         if wanted is None:

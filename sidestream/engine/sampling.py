@@ -26,6 +26,9 @@ from sidestream.engine.request import Feature, Request
 
 Upload = Callable[[npt.NDArray[np.generic]], Tensor]
 
+# In place of a token, for a row from which none can be taken: the failure travels with the tokens, at no cost.
+NOTHING_ADMITTED = -1  # every token is masked out
+NOT_FINITE = -2  # the best logit is NaN or infinity
 NUCLEUS_CANDIDATES = 256  # top-p looks at this many best tokens first; a full sort follows only for rows whose nucleus is larger
 
 
@@ -50,7 +53,7 @@ class SamplingPlan:
 
 
 class Sampled(NamedTuple):
-    tokens: Tensor  # [rows] int32
+    tokens: Tensor  # [rows] int32; NOTHING_ADMITTED or NOT_FINITE where there is none
     processed: Tensor  # [rows, vocabulary] float32 logits of the output distribution (temperature 1 at temperature 0)
 
 
@@ -132,8 +135,10 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Sampled:
     """Choose one token per row. logits: [rows, vocabulary] float32, left as they are. mask: [rows, ceil(vocabulary/32)] packed bits."""
     edited = _edit(logits, plan, token_table, upload, mask)
+    best, tokens = edited.max(-1)
+    failure = torch.where(best.isneginf(), NOTHING_ADMITTED, NOT_FINITE)
     if plan.temperature is None or plan.uniform is None:
-        return Sampled(edited.argmax(-1).to(torch.int32), edited)
+        return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), edited)
     temperature = upload(plan.temperature)[:, None]  # [rows, 1]
     greedy = temperature == 0
     processed = _filter(edited / torch.where(greedy, 1, temperature), plan, upload)
@@ -142,9 +147,8 @@ def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Uplo
     total = cdf[:, -1:]
     point = torch.minimum(upload(plan.uniform)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cdf, point, right=True)[:, 0]
-    drawn = drawn.clamp(max=logits.shape[1] - 1)  # a row of NaN, or with every token masked out, has no mass: stay in the vocabulary
-    tokens = torch.where(greedy[:, 0], edited.argmax(-1), drawn)
-    return Sampled(tokens.to(torch.int32), processed)
+    tokens = torch.where(greedy[:, 0], tokens, drawn)
+    return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), processed)
 
 
 def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Tensor:

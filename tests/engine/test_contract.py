@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from sidestream import Engine, Output, SamplingParams
-from sidestream.errors import EngineDead, InvalidRequest, QueueFull
+from sidestream.engine.loop import EngineLoop
+from sidestream.errors import EngineDead, InvalidRequest, NoToken, QueueFull
 from sidestream.messages import Submit
 from sidestream.models.decoder import Decoder
 
@@ -947,6 +948,89 @@ def test_a_request_that_fails_leaves_its_neighbours_alone(
             list(engine.stream(ids(7), on(10, n=2), rid="broken"))
         assert [token for part in neighbour for token in part.token_ids] == want.token_ids
         assert_same(engine.generate(ids(9), on(30), return_logprob=True), want)
+
+
+class DeadEnd:
+    """A grammar that admits everything twice, and then only `left`."""
+
+    def __init__(self, left: Sequence[int] = ()) -> None:
+        self.left = left
+        self.count = 0
+
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        mask[:] = 0 if self.count == 2 else 0xFFFFFFFF
+        for token in self.left if self.count == 2 else ():
+            mask[token // 32] |= np.uint32(1 << (token % 32))
+
+    def advance(self, token_id: int) -> bool:
+        self.count += 1
+        return False
+
+
+@OVERLAP
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_request_that_no_token_can_continue_ends_alone(
+    open_engine: Opener, solo: Callable[..., Any], assert_same: Same, overlap: bool, temperature: float
+) -> None:
+    sampling = SamplingParams(max_new_tokens=30, temperature=0.8, seed=3, top_p=0.9, ignore_eos=True)
+    want = solo(ids(9), sampling, top_logprobs_num=2)
+    grammars = {"nothing": DeadEnd, "only the end": lambda: DeadEnd([END])}
+    with open_engine(overlap=overlap, constraint=lambda message: grammars.get(message.rid, lambda: None)()) as engine:
+        with torch.inference_mode():
+            engine.loop.runner.decoder.embed[17] = math.nan
+        broken = {
+            "nothing": (ids(7), {}, "at position 9: grammar admits none"),
+            "only the end": (ids(7), {"min_new_tokens": 5}, "at position 9: grammar, min_new_tokens admits none"),
+            "no number": ([5, 17, 6], {}, "at position 3: the model's logits are not finite"),
+        }
+        for rid, (prompt, more, message) in broken.items():
+            neighbour = engine.stream(ids(9), sampling, top_logprobs_num=2)
+            first = next(neighbour)
+            for outputs in ({}, {"top_logprobs_num": 2, "return_hidden_states": "last", "logprobs_mode": "processed"}):
+                with pytest.raises(NoToken, match=message):
+                    engine.generate(prompt, SamplingParams(max_new_tokens=9, temperature=temperature, seed=1, **more), rid=rid, **outputs)
+            assert first.token_ids + [token for part in neighbour for token in part.token_ids] == want.token_ids
+        assert_same(engine.generate(ids(9), sampling, top_logprobs_num=2), want)
+
+
+@OVERLAP
+def test_the_tokens_before_a_dead_end_are_streamed(open_engine: Opener, overlap: bool) -> None:
+    with open_engine(overlap=overlap, constraint=lambda _: DeadEnd()) as engine:
+        parts, seen = engine.stream(ids(7), on(9)), []
+        with pytest.raises(NoToken):
+            for part in parts:
+                seen += part.token_ids
+        assert len(seen) <= 2 and all(0 <= token < VOCAB for token in seen)
+
+
+class HalfWritten:
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        mask[:3] = 0
+        raise RuntimeError("half-way")
+
+    def advance(self, token_id: int) -> bool:
+        return False
+
+
+@OVERLAP
+def test_a_mask_that_fails_half_way_masks_nothing(open_engine: Opener, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    made = []
+    fill_masks = EngineLoop.fill_masks
+
+    def recorded(self: EngineLoop, batch: Any) -> Any:
+        made.append(([request.rid for request in batch.requests], fill_masks(self, batch)))
+        return made[-1][1]
+
+    monkeypatch.setattr(EngineLoop, "fill_masks", recorded)
+    script = ids(40, 4)
+    grammars = {"broken": HalfWritten, "forced": lambda: Forced(script)}
+    with open_engine(overlap=overlap, constraint=lambda message: grammars[message.rid]()) as engine:
+        neighbour = engine.stream(ids(9), on(60), rid="forced")
+        with pytest.raises(RuntimeError, match="half-way"):
+            engine.generate(ids(7), on(10), rid="broken")
+        assert [token for part in neighbour for token in part.token_ids] == script
+    rows = [mask[rids.index("broken")] for rids, mask in made if "broken" in rids]
+    assert rows and all((row == 0xFFFFFFFF).all() for row in rows)
 
 
 class Broken(Exception):

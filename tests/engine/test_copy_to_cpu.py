@@ -324,23 +324,6 @@ def test_a_grammar_that_fails_ends_its_request_alone(open_engine: OpenEngine, ov
         assert sum(len(part.token_ids) for part in neighbour) == 12
 
 
-class AdmitsNothing(OnlyTokens):
-    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
-        mask[:] = 0
-
-    def advance(self, token_id: int) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_a_row_without_any_mass_stays_in_the_vocabulary(open_engine: OpenEngine, overlap: bool) -> None:
-    with open_engine(overlap=overlap, constraint=lambda m: AdmitsNothing([]) if m.prompt[0] == 5 else None) as engine:
-        neighbour = engine.stream([7, 8, 9], greedy(30))
-        answer = engine.generate([5, 6], SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True))
-        assert all(0 <= token < 320 for token in answer.token_ids)
-        assert sum(len(part.token_ids) for part in neighbour) == 30
-
-
 def test_dropping_a_finished_stream_leaves_the_next_owner_of_its_rid_alone(open_engine: OpenEngine) -> None:
     with open_engine() as engine:
         first = engine.stream([5, 6, 7], greedy(2), rid="x")

@@ -23,7 +23,18 @@ from transformers import (
 from sidestream.engine import sampling as module
 from sidestream.engine.outputs import LogprobBlock, ScorePlan
 from sidestream.engine.request import Feature, Request
-from sidestream.engine.sampling import NUCLEUS_CANDIDATES, Sampled, SamplingPlan, plan_sampling, sample, score, score_in_pieces, uniform
+from sidestream.engine.sampling import (
+    NOT_FINITE,
+    NOTHING_ADMITTED,
+    NUCLEUS_CANDIDATES,
+    Sampled,
+    SamplingPlan,
+    plan_sampling,
+    sample,
+    score,
+    score_in_pieces,
+    uniform,
+)
 from sidestream.params import OutputParams, SamplingParams
 
 INFINITY = float("inf")
@@ -96,7 +107,7 @@ def run(logits: Tensor, rows: Sequence[Row], *, points: Sequence[float] | None =
         plan = replace(plan, uniform=np.array(points, np.float64))
     before = logits.clone()
     sampled = sample(logits, plan, table_of(rows, logits.shape[1]), torch.from_numpy, mask)
-    assert torch.equal(logits, before), "the logits were changed: raw logprobs are made of them"
+    assert torch.equal(logits.view(torch.int32), before.view(torch.int32)), "the logits were changed: raw logprobs are made of them"
     assert sampled.tokens.dtype == torch.int32 and sampled.processed.shape == logits.shape and sampled.processed.dtype == torch.float32
     return sampled
 
@@ -469,6 +480,21 @@ def test_a_token_of_probability_zero_is_never_drawn(point: float) -> None:
             assert token == living[0]
         if point == LARGEST:
             assert token == living[-1]
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1}])
+def test_a_row_without_a_token_says_so(params: dict[str, Any]) -> None:
+    nan, infinite, excluded = random_logits(3, 70, 15)
+    nan[3], infinite[4], excluded[:] = math.nan, INFINITY, -INFINITY
+    logits = torch.stack([random_logits(1, 70, 16)[0], nan, infinite, excluded, random_logits(1, 70, 17)[0], random_logits(1, 70, 18)[0]])
+    rows = [row(seed=seed, **params) for seed in range(6)]
+    mask = packed([None, None, None, None, set(), None], 70)
+    sampled = run(logits, rows, mask=mask)
+    assert sampled.tokens[1:5].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ADMITTED, NOTHING_ADMITTED]
+    for i in (0, 5):
+        alone = run(logits[i : i + 1], rows[i : i + 1], mask=mask[i : i + 1])
+        assert sampled.tokens[i] == alone.tokens[0] >= 0
+        assert torch.equal(sampled.processed[i], alone.processed[0])
 
 
 def test_faint_tokens_are_not_lost_in_the_sum() -> None:
