@@ -142,13 +142,23 @@ def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Uplo
     temperature = upload(plan.temperature)[:, None]  # [rows, 1]
     greedy = temperature == 0
     processed = _filter(edited / torch.where(greedy, 1, temperature), plan, upload)
-    # Unnormalised weights in float64: a token masked out adds exactly nothing, wherever it stands.
-    cdf = torch.cumsum((processed - processed.amax(-1, keepdim=True)).exp(), -1, dtype=torch.float64)  # [rows, vocabulary]
+    # Unnormalised weights, summed in float64: a token masked out adds exactly nothing, wherever it stands.
+    weights = (processed - processed.amax(-1, keepdim=True)).exp()  # [rows, vocabulary]
+    cdf = torch.cumsum(weights, -1, dtype=torch.float64)
+    if cdf.device.type != "cpu":
+        cdf = _rising(cdf, weights)
     total = cdf[:, -1:]
     point = torch.minimum(upload(plan.uniform)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     drawn = torch.searchsorted(cdf, point, right=True)[:, 0]
     tokens = torch.where(greedy[:, 0], tokens, drawn)
     return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), processed)
+
+
+def _rising(cdf: Tensor, weights: Tensor) -> Tensor:
+    """A cumulative sum that never falls, and rises only where a weight is. Summed in parallel, it may fall by its rounding or rise at a
+    token of weight 0: a search would miss tokens, or draw one that is masked out. One token after another, as on a CPU, it does neither.
+    """
+    return cdf.where(weights > 0, 0).cummax(-1).values
 
 
 def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Tensor:

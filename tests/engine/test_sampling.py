@@ -497,6 +497,31 @@ def test_a_row_without_a_token_says_so(params: dict[str, Any]) -> None:
         assert torch.equal(sampled.processed[i], alone.processed[0])
 
 
+def test_a_sum_made_in_parallel_is_made_to_rise_where_there_is_mass() -> None:
+    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1e-9, 0.0, 1.0, 0.0]])
+    rounded = torch.tensor([[0.0, 1.0, 1.1, 3.0, 2.9, 3.1, 4.0, 4.1]], dtype=torch.float64)
+    assert module._rising(rounded, weights).tolist() == [[0.0, 1.0, 1.0, 3.0, 3.0, 3.0, 4.0, 4.0]]
+    logits = random_logits(3, 5000, 19, 20.0)
+    logits[1, ::3] = -INFINITY
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    exact = torch.cumsum(weights, -1, dtype=torch.float64)
+    assert torch.equal(module._rising(exact, weights), exact), "a sum made in order stays as it is"
+
+
+@pytest.mark.gpu
+def test_draws_on_a_gpu_are_those_of_the_cpu() -> None:
+    """At the edges of the distribution too, and never a token of weight 0."""
+    logits = random_logits(1, 49_152, 20, 6.0)
+    logits[:, ::2] = -INFINITY
+    points = [SMALLEST, 2**-53, *np.linspace(0.001, 0.999, 500).tolist(), 1 - 2**-52, LARGEST]
+    plan = replace(plan_of([row(temperature=1.0)] * len(points)), uniform=np.array(points))
+    logits, table = logits.repeat(len(points), 1), torch.zeros(1, 1)
+    want = sample(logits, plan, table, torch.from_numpy, None).tokens
+    got = sample(logits.cuda(), plan, table.cuda(), lambda array: torch.from_numpy(array).cuda(), None).tokens.cpu()
+    assert (got % 2 == 1).all() and (got >= 0).all()
+    assert (got == want).float().mean() > 0.99  # exp differs in its last bit
+
+
 def test_faint_tokens_are_not_lost_in_the_sum() -> None:
     """In float32, 1 + 1e-8 is 1: a hundred thousand such tokens would never be drawn."""
     logits = torch.full((3, 100_001), math.log(1e-8))
