@@ -157,7 +157,7 @@ class EngineLoop:
         """End a request's choices: at once where no step is in flight, else with the step in flight, whose token still counts."""
         step = StepOutputs([], [], {}, {}, {})
         for request in [r for r in self.requests.values() if r.rid == rid and (keys is None or r.key in keys)]:
-            if request.in_flight:
+            if request.in_flight:  # in the one step not processed yet: none is launched after it
                 request.aborting = True
             else:
                 self._finish(request, "abort", step)
@@ -206,7 +206,7 @@ class EngineLoop:
         if token is None:
             if request.max_tokens == 0 and request.launched_all and request.in_flight == 1:
                 self._finish(request, "length", step)
-            elif request.aborting and not request.final_in_flight:
+            elif request.aborting:
                 self._finish(request, "abort", step)
             return
         if token < 0 and request.error is None:
@@ -240,10 +240,7 @@ class EngineLoop:
             return "stop"
         if count >= request.max_tokens:
             return "length"
-        # A last step in flight has copied its "last" row already: the request ends with it.
-        if request.aborting and not request.final_in_flight:
-            return "abort"
-        return None
+        return "abort" if request.aborting else None
 
     def _take_rows(self, request: Request, rows: StepRows, span: int, step: StepOutputs) -> None:
         kept = rows.kept.get(span)

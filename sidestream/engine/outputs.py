@@ -248,7 +248,6 @@ def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int,
         in_flight_may_end_it = request.samples_launched > len(request.output_ids) and not request.cannot_surprise
         if final and not in_flight_may_end_it:
             copied.add(span, plan, rows, end - 1)
-            request.final_in_flight = True
         else:
             kept.add(span, plan, rows, end - 1)
 

@@ -98,7 +98,6 @@ class Request:
         "constraint",
         "error",
         "features",
-        "final_in_flight",
         "finish_reason",
         "hidden_next",
         "in_flight",
@@ -164,7 +163,6 @@ class Request:
         self.num_tokens = len(prompt)
         self.num_computed = 0
         self.in_flight = 0
-        self.final_in_flight = False  # its last step is launched and copies its "last" row
         self.aborting = False
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None  # raised by its matcher or constraint: it ends, its neighbours go on

@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
+import torch
 
 from sidestream import SamplingParams
 from sidestream.engine.copies import Copies
-from sidestream.messages import Submit
+from sidestream.engine.loop import EngineLoop
+from sidestream.messages import Abort, Submit
 
 OpenEngine = Callable[..., AbstractContextManager[Any]]
 
@@ -233,6 +235,42 @@ def test_what_the_outputs_say_adds_up_to_the_ledger(open_engine: OpenEngine, ove
         assert (first.index, second.index) == (0, 1) and len(first.hidden_states.positions) == len(second.hidden_states.positions)
         assert first.copied_bytes["hidden"] - second.copied_bytes["hidden"] == 2 * ROW
         assert first.copied_bytes["logprob"] - second.copied_bytes["logprob"] == (21 - 4) * (4 + 2 * 8)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("more", [{}, {"ignore_eos": False}], ids=["cannot end before", "may end before"])
+def test_last_of_a_request_aborted_before_any_of_its_steps(
+    open_engine: OpenEngine, monkeypatch: pytest.MonkeyPatch, overlap: bool, more: dict[str, Any]
+) -> None:
+    """One row, that of the tokens returned, also when the step that was to be the last is under way; nothing is discarded."""
+    ingest, prompt, reasons = EngineLoop.ingest, list(range(5, 24)), []
+    left = 0
+
+    def aborting(self: EngineLoop, *, wait: bool) -> bool:
+        nonlocal left
+        if self.requests:
+            left -= 1
+            if left == 0:
+                self.inbox.put(Abort("aborted"))
+        return ingest(self, wait=wait)
+
+    with open_engine(overlap=overlap, chunked_prefill_size=8, disable_radix_cache=True) as engine:
+        want = engine.generate(prompt, greedy(4, **more), return_hidden_states=True).hidden_states.data
+        monkeypatch.setattr(EngineLoop, "ingest", aborting)
+        before = d2h(engine)["hidden"]
+        for moment in range(1, 10):
+            left = moment
+            answer = engine.generate(prompt, greedy(4, **more), return_hidden_states="last", rid="aborted")
+            reasons.append(answer.finish_reason)
+            after = d2h(engine)["hidden"]
+            assert after["discarded_bytes"] == before["discarded_bytes"]
+            states = answer.hidden_states
+            if answer.token_ids:
+                assert list(states.positions) == [len(prompt) + answer.completion_tokens - 2]
+                torch.testing.assert_close(states.data[0], want[states.positions[0]], atol=1e-4, rtol=0)
+            assert after["copied_bytes"] - before["copied_bytes"] == len(states.positions) * ROW
+            before = after
+    assert reasons[0] == "abort" and reasons[-1] == "length" and reasons == sorted(reasons)
 
 
 @pytest.fixture
