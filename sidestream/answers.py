@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -38,9 +38,12 @@ class Prompt:
     hidden_size: int
     compute_dtype: str
     tokenizer: Tokenizer
-    events: queue.SimpleQueue[tuple[Choice, Delta] | BaseException]  # of the call
+    events: queue.SimpleQueue[Event | None]  # of the call; None: its stream was closed
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
+
+
+Event: TypeAlias = "tuple[Choice, Delta] | BaseException"  # what a call waits for
 
 
 class Choice:

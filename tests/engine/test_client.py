@@ -1,0 +1,236 @@
+"""The life of an `Engine` and of its calls: dropping, closing, ids, held-back prompts, streams."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sidestream import Engine, SamplingParams
+from sidestream.errors import EngineDead, InvalidRequest
+
+Opener = Callable[..., Any]
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_tokens": 4096, "log_level": "warning"}
+
+
+def on(count: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True, **more)
+
+
+def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """A thread that makes the call, and what comes of it: the answer or the error."""
+    out: list[Any] = []
+
+    def run() -> None:
+        try:
+            out.append(call())
+        except BaseException as error:
+            out.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, out
+
+
+# Dropping.
+
+
+def test_a_dropped_engine_is_collected_and_its_threads_end(tiny_llama: Path) -> None:
+    before = set(threading.enumerate())
+    engine = Engine(str(tiny_llama), **OPTIONS)
+    assert engine.generate([5, 6], on(2)).completion_tokens == 2
+    threads = set(threading.enumerate()) - before
+    assert len(threads) >= 3
+    kept = [weakref.ref(each) for each in (engine, engine._parts.loop, engine._parts.loop.runner.decoder)]
+    del engine
+    gc.collect()
+    assert kept[0]() is None
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), thread
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+
+
+def test_an_engine_lives_as_long_as_a_stream_is_read(tiny_llama: Path) -> None:
+    parts = Engine(str(tiny_llama), **OPTIONS).stream([5, 6], on(30))
+    gc.collect()
+    assert [part.finish_reason for part in parts][-1] == "length"
+
+
+def test_an_engine_that_was_not_closed_does_not_hold_up_the_exit(tiny_llama: Path) -> None:
+    """One is dropped just before, one is in the middle of an answer that another thread waits for."""
+    script = f"""
+import threading
+from sidestream import Engine, SamplingParams
+dropped, busy = (Engine({str(tiny_llama)!r}, **{OPTIONS!r}) for _ in range(2))
+long = SamplingParams(max_new_tokens=400, ignore_eos=True)
+parts = busy.stream([5, 6], long)
+next(parts)
+threading.Thread(target=lambda: busy.generate([[5, 6]] * 300, long), daemon=True).start()
+del dropped
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Ids and prompts that are held back.
+
+
+def test_an_open_id_anywhere_in_a_call_queues_nothing(open_engine: Opener) -> None:
+    with open_engine(max_running_requests=1, max_queued_requests=1) as engine:
+        parts = engine.stream([5, 6], on(100), rid="mine")
+        next(parts)
+        with pytest.raises(InvalidRequest, match=r"rid: got 'mine'"):
+            engine.generate([[7, 8], [7, 9], [7, 10]], on(2), rid=["first", "second", "mine"])
+        assert set(engine._router.prompts) == {"mine"}
+        assert engine.stats()["waiting"] == 0
+        # Those of a call are its own from the beginning, also while they are held back.
+        thread, out = in_thread(lambda: engine.generate([[7, 8], [7, 9], [7, 10]], on(2), rid=["first", "second", "third"]))
+        until(lambda: "third" in engine._router.prompts)
+        with pytest.raises(InvalidRequest, match=r"rid: got 'third'"):
+            engine.generate([7, 8], on(1), rid="third")
+        parts.close()
+        thread.join(timeout=20)
+        assert [output.rid for output in out[0]] == ["first", "second", "third"]
+        until(lambda: not engine._router.prompts)
+        assert engine.generate([7, 8], on(1), rid="third").completion_tokens == 1
+
+
+def test_a_prompt_that_is_held_back_can_be_aborted(open_engine: Opener) -> None:
+    rids = ["running", "waiting", "held", "pair", "last"]
+    with open_engine(max_running_requests=1, max_queued_requests=1) as engine:
+        sampling = [on(100), on(3), on(3), on(3, n=2), on(3)]
+        outputs = {"return_hidden_states": True, "logprob_start_len": 0}
+        thread, out = in_thread(lambda: engine.generate([[5, 6]] * 5, sampling, rid=rids, **outputs))
+        until(lambda: "last" in engine._router.prompts)
+        engine.abort("held")
+        engine.abort("pair")
+        engine.abort("pair")  # over already
+        assert engine.generate([7, 8], on(2), rid="held").completion_tokens == 2  # its id is free
+        thread.join(timeout=20)
+        assert [output.rid for output in out[0]] == ["running", "waiting", "held", "pair", "pair", "last"]
+        assert [output.finish_reason for output in out[0]] == ["length", "length", "abort", "abort", "abort", "length"]
+        assert [output.index for output in out[0]] == [0, 0, 0, 0, 1, 0]
+        for output in out[0][2:5]:
+            assert (output.text, output.token_ids, output.completion_tokens, output.cached_tokens) == ("", [], 0, 0)
+            assert output.copied_bytes == {"token": 0, "logprob": 0, "hidden": 0}
+            assert output.hidden_states.data.shape == (0, 1, 64)
+            assert output.logprobs.output == []
+
+
+def test_a_call_whose_prompts_are_all_held_back_ends_when_they_are_aborted(open_engine: Opener) -> None:
+    with open_engine(max_running_requests=1, max_queued_requests=1) as engine:
+        others = [engine.stream([5, 6], on(300)) for _ in range(2)]
+        thread, out = in_thread(lambda: engine.generate([[7, 8], [7, 9]], on(2), rid=["a", "b"]))
+        until(lambda: "b" in engine._router.prompts)
+        engine.abort("b")
+        engine.abort("a")
+        thread.join(timeout=20)
+        assert [output.finish_reason for output in out[0]] == ["abort", "abort"]
+        for parts in others:
+            parts.close()
+
+
+def test_calls_take_turns_when_places_become_free(open_engine: Opener) -> None:
+    with open_engine(max_running_requests=1, max_queued_requests=1) as engine:
+        large, _ = in_thread(lambda: engine.generate([[5, 6]] * 200, on(4)))
+        until(lambda: len(engine._router.prompts) > 100)
+        assert engine.generate([7, 8], on(1)).completion_tokens == 1
+        assert large.is_alive(), "the small call waited for the whole of the large one"
+        large.join(timeout=60)
+
+
+def test_an_interrupted_call_gives_everything_up(open_engine: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine(max_running_requests=1, max_queued_requests=1) as engine:
+
+        def interrupted(*args: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(engine, "_collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[5, 6]] * 5, on(300), rid=list("abcde"))
+        monkeypatch.undo()
+        until(lambda: not engine._router.prompts)
+        assert [output.rid for output in engine.generate([[5, 6]] * 5, on(2), rid=list("abcde"))] == list("abcde")
+
+
+def test_closing_ends_a_call_that_holds_prompts_back(open_engine: Opener) -> None:
+    with open_engine(max_running_requests=1, max_queued_requests=1, checked=False) as engine:
+        thread, out = in_thread(lambda: engine.generate([[5, 6]] * 50, on(400)))
+        until(lambda: engine.stats()["running"])
+        engine.close()
+        thread.join(timeout=20)
+        assert isinstance(out[0], EngineDead)
+
+
+# Streams.
+
+
+def test_a_stream_closed_in_another_thread_ends_where_it_is_read(open_engine: Opener, wait_until_idle: Callable[..., Any]) -> None:
+    with open_engine(max_running_requests=1) as engine:
+        running = engine.stream([5, 6], on(400))
+        waiting = engine.stream([7, 8], on(400), rid="waiting")  # nothing of it will come while the other one runs
+        next(running)
+        thread, out = in_thread(lambda: list(waiting))
+        time.sleep(0.05)
+        waiting.close()
+        thread.join(timeout=20)
+        assert not thread.is_alive() and out == [[]]
+        assert list(waiting) == []
+        assert next(running).finish_reason is None  # the other one goes on
+        running.close()
+        wait_until_idle(engine)
+        assert engine.generate([7, 8], on(2), rid="waiting").completion_tokens == 2
+
+
+def test_two_threads_may_read_one_stream(open_engine: Opener) -> None:
+    with open_engine() as engine:
+        parts = engine.stream([5, 6], on(60))
+        readers = [in_thread(lambda: list(parts)) for _ in range(2)]
+        for thread, _ in readers:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+        assert sum(len(part.token_ids) for _, out in readers for part in out[0]) == 60
+
+
+@pytest.mark.parametrize("leave", ["with", "drop"])
+def test_leaving_a_stream_aborts_its_request(open_engine: Opener, wait_until_idle: Callable[..., Any], leave: str) -> None:
+    with open_engine() as engine:
+        if leave == "with":
+            with engine.stream([5, 6], on(400)) as parts:
+                next(parts)
+            with pytest.raises(StopIteration):
+                next(parts)
+        else:
+            parts = engine.stream([5, 6], on(400))
+            next(parts)
+            del parts
+            gc.collect()
+        assert wait_until_idle(engine)["steps"] < 350
+        until(lambda: not engine._router.prompts)
+
+
+def test_a_stream_read_to_its_end_stays_ended(open_engine: Opener) -> None:
+    with open_engine() as engine:
+        with engine.stream([5, 6], on(5), rid="mine") as parts:
+            assert [part.finish_reason for part in parts][-1] == "length"
+            again = engine.stream([5, 6], on(5), rid="mine")
+        parts.close()
+        assert list(parts) == []
+        assert [part.finish_reason for part in again][-1] == "length"
