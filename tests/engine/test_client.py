@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from sidestream import Engine, SamplingParams
 from sidestream.errors import EngineDead, InvalidRequest
@@ -87,6 +90,43 @@ del dropped
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+# Memory.
+
+
+def test_a_closed_engine_holds_no_weights(tiny_llama: Path) -> None:
+    with Engine(str(tiny_llama), **OPTIONS) as engine:
+        engine.generate([5, 6], on(2), return_hidden_states=True)
+        runner = engine._parts.loop.runner
+        kept = [weakref.ref(each) for each in (runner.decoder, runner.memory, runner.copies.arena)]
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
+    assert engine.context_length == 512
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
+def test_memory_is_flat_over_engines(tiny_llama: Path, tmp_path: Path) -> None:
+    """Within half the size of the weights: 63 MB."""
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=512, intermediate_size=1408, num_hidden_layers=5, num_attention_heads=8, max_position_embeddings=512
+    )
+    model = LlamaForCausalLM(config)
+    assert 60e6 < sum(weight.nbytes for weight in model.parameters()) < 70e6
+    model.save_pretrained(tmp_path)
+    shutil.copy(tiny_llama / "tokenizer.json", tmp_path)
+    script = f"""
+import resource
+from pathlib import Path
+from sidestream import Engine, SamplingParams
+for cycle in range(8):
+    with Engine({str(tmp_path)!r}, **{OPTIONS!r}) as engine:
+        engine.generate([[5, 6, 7]] * 8, SamplingParams(max_new_tokens=4, ignore_eos=True), return_hidden_states=True)
+    print(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    resident = [int(line) for line in done.stdout.split()]
+    assert max(resident[2:]) - resident[1] < 30e6, resident
 
 
 # Ids and prompts that are held back.
