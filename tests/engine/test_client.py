@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -48,6 +49,12 @@ def in_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, out
+
+
+@pytest.fixture(scope="module")
+def engine(open_engine: Opener) -> Iterator[Engine]:
+    with open_engine() as opened:
+        yield opened
 
 
 # Dropping.
@@ -274,3 +281,44 @@ def test_a_stream_read_to_its_end_stays_ended(open_engine: Opener) -> None:
         parts.close()
         assert list(parts) == []
         assert [part.finish_reason for part in again][-1] == "length"
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "call"),
+    [
+        ("prompts", "got an array of 0 dimensions, must be 1 (a prompt)", lambda e: e.generate(np.array(5))),
+        ("prompts", "got an array of 3 dimensions", lambda e: e.generate(np.zeros((1, 1, 1), int))),
+        ("prompts", "got NoneType, must be text, token ids, or a list of them", lambda e: e.generate(None)),
+        ("prompt", "got a list with 'a' in it, must be one prompt: text or token ids", lambda e: e.stream(["a", "b"])),
+        ("prompt", "got a list with [5, 6] in it, must be one prompt", lambda e: e.stream(np.array([[5, 6]]))),
+        ("prompt", "got a list with 'a' in it, must be one prompt", lambda e: e.generate([["a", "b"]])),
+        ("prompt", "got ndarray, must be text or a list of token ids", lambda e: e.stream(np.array(5))),
+        ("max_new_tokens", "It goes into SamplingParams(max_new_tokens=...).", lambda e: e.generate("a", max_new_tokens=3)),
+        ("max_new_tokens", "It goes into SamplingParams(max_new_tokens=...).", lambda e: e.stream("a", max_new_tokens=3)),
+    ],
+)
+def test_mistakes_are_named(engine: Engine, field: str, message: str, call: Callable[[Engine], Any]) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        call(engine)
+    assert refused.value.param == field
+    assert message in str(refused.value)
+
+
+def test_an_arena_too_small_for_one_position_is_named(open_engine: Opener) -> None:
+    with open_engine(arena_memory=100) as engine:
+        cases = {
+            "at least 1028": {"return_hidden_states": True, "hidden_states_layers": [0, 1, 2, 3]},  # 4 + 4 layers of 64 float32
+            "at least 172": {"top_logprobs_num": 10},  # 4 + twice 84
+        }
+        hints = ["hidden_states_layers", "top_logprobs_num or token_ids_logprob"]
+        for (limit, outputs), less in zip(cases.items(), hints, strict=True):
+            with pytest.raises(InvalidRequest) as refused:
+                engine.generate([5, 6], on(1), **outputs)
+            assert refused.value.param == "arena_memory"
+            assert f"got 100 bytes, must be {limit}" in str(refused.value)
+            assert refused.value.hint == f"Raise --arena-memory, or ask for less with {less}."
+    with open_engine(arena_memory=3) as engine, pytest.raises(InvalidRequest, match=r"arena_memory: got 3 bytes.* 4: .*\nRaise --arena-m"):
+        engine.generate([5, 6], on(1))
