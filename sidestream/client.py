@@ -140,6 +140,12 @@ class Engine:
         self._router.failure = self._router.failure or EngineDead("the engine is closed")
         self._closer()
 
+    def __repr__(self) -> str:
+        parts, failure = self._parts, self._router.failure
+        state = "open" if failure is None else "closed" if isinstance(failure, EngineDead) else f"stopped by {type(failure).__name__}"
+        dtype = str(parts.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({parts.model_name!r}, device={str(parts.device)!r}, dtype={dtype!r}, {state})"
+
     def __enter__(self) -> Engine:
         return self
 

@@ -136,6 +136,12 @@ for cycle in range(8):
     assert max(resident[2:]) - resident[1] < 30e6, resident
 
 
+def test_repr_says_what_it_is(open_engine: Opener, tiny_llama: Path) -> None:
+    with open_engine() as engine:
+        assert repr(engine) == "_TestEngine('tiny-llama', device='cpu', dtype='float32', open)"
+    assert repr(engine).endswith(", closed)")
+
+
 # Ids and prompts that are held back.
 
 
