@@ -289,6 +289,23 @@ def test_a_stream_read_to_its_end_stays_ended(open_engine: Opener) -> None:
         assert [part.finish_reason for part in again][-1] == "length"
 
 
+def test_a_stream_keeps_no_row_that_it_has_sent(open_engine: Opener) -> None:
+    outputs = {"return_hidden_states": True, "logprob_start_len": 0}
+    with open_engine() as engine:
+        parts = engine.stream([5, 6, 7], on(50), **outputs)
+        (choice,) = parts._prompt.choices
+        for part in parts:
+            assert len(part.hidden_states.positions) >= 1
+            assert choice.rows == [] and len(choice._unsent) <= 4
+        # The prompt's rows serve every choice, and are kept until the last one has begun.
+        parts = engine.stream([5, 6, 7], on(50, n=3), **outputs)
+        begun, first = set(), parts._prompt.choices[0]
+        for part in parts:
+            begun.add(part.index)
+            assert len(first.rows) == (len(begun) < 3)
+        assert begun == {0, 1, 2}
+
+
 # Mistakes.
 
 
