@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -38,9 +38,12 @@ class Prompt:
     hidden_size: int
     compute_dtype: str
     tokenizer: Tokenizer
-    events: queue.SimpleQueue[tuple[Choice, Delta] | BaseException]  # of the call
+    events: queue.SimpleQueue[Event | None]  # of the call; None: its stream was closed
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
+
+
+Event: TypeAlias = "tuple[Choice, Delta] | BaseException"  # what a call waits for
 
 
 class Choice:
@@ -53,6 +56,7 @@ class Choice:
         self.token_ids: list[int] = []
         self.rows: list[Rows] = []
         self.finish: Finish | None = None
+        self.started = False  # a part of it was sent
 
     def take(self, delta: Delta) -> None:
         if delta.token is not None:
@@ -112,13 +116,22 @@ class StreamedChoice(Choice):
         self._sent_tokens = 0
         self._unsent_text = ""  # the beginning of a token whose end is held back
         self._unsent: list[Rows] = []
-        self._started = False
+
+    def take(self, delta: Delta) -> None:
+        """Rows are kept until they are sent, the prompt's until all choices have begun: `rows` holds nothing else."""
+        super().take(delta._replace(rows=None))
+        if delta.rows is not None:
+            self._unsent.append(delta.rows)
+            if self.index == 0 and self._awaited() and (shared := _of_prompt(delta.rows, len(self.prompt.ids))) is not None:
+                self.rows.append(shared)
+
+    def _awaited(self) -> bool:
+        """Whether a later choice has yet to begin, with the rows that the first one got for the prompt."""
+        return not all(choice.started for choice in self.prompt.choices[1:])
 
     def part(self, delta: Delta) -> Output | None:
         """Take one step; the new part of the answer if there is anything to show."""
         self.take(delta)
-        if delta.rows is not None:
-            self._unsent.append(delta.rows)
         finish, text = delta.finish, self._unsent_text
         if delta.token is not None and not (finish and finish.stop_token):
             text += self._text.feed((delta.token,))
@@ -130,13 +143,15 @@ class StreamedChoice(Choice):
             return None
         self._unsent_text = ""
         tokens, self._sent_tokens = self.token_ids[self._sent_tokens : released], released
-        first, self._started = not self._started, True
+        first, self.started = not self.started, True
         rows = self._release(None if finish else len(self.prompt.ids) + released, first)
         return self._build(text, tokens, rows, finish, first=first)
 
     def _release(self, before: int | None, first: bool) -> list[Rows]:
         """Rows of the tokens released, those before position `before`; the first part of a later choice brings the prompt's rows."""
         released = self.prompt_rows() if first else []
+        if first and not self._awaited():
+            self.prompt.choices[0].rows.clear()
         while self._unsent and (before is None or _position_after(self._unsent[0]) <= before):
             released.append(self._unsent.pop(0))
         return released

@@ -51,6 +51,7 @@ class Assembled:
     chat_template: ChatTemplate
     spec: DecoderSpec
     limits: Limits
+    device: torch.device
     dtype: torch.dtype
     max_running: int
     arena_bytes: int
@@ -152,7 +153,7 @@ def _build(
         bos_token=_token(tokenizer, model.bos_token_id),
         eos_token=_token(tokenizer, _first(model.eos_token_ids)),
     )
-    return Assembled(loop, tokenizer, template, spec, limits, dtype, running, config.arena_memory, model.name)
+    return Assembled(loop, tokenizer, template, spec, limits, device, dtype, running, config.arena_memory, model.name)
 
 
 def pick_device(name: str) -> torch.device:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity
+SHOWN_TEXT = 80  # characters of an output's text in its repr
 
 TopLogprobs = list[list[tuple[float, int]]]  # per position, best first: (logprob, token id)
 
@@ -30,6 +31,10 @@ class Logprobs:
     input_ids: Sequence[Sequence[tuple[float, int]] | None] = ()
     output_ids: Sequence[Sequence[tuple[float, int]]] = ()
 
+    def __repr__(self) -> str:
+        """The number of entries of each list that is there."""
+        return f"Logprobs({', '.join(f'{name}=[{len(entries)}]' for name, entries in vars(self).items() if len(entries))})"
+
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
@@ -38,6 +43,9 @@ class HiddenStates:
     data: torch.Tensor  # [rows, layers, hidden], CPU, owned by this output
     positions: Sequence[int] | torch.Tensor  # [rows], absolute
     layers: tuple[int, ...]  # as the request numbered them
+
+    def __repr__(self) -> str:
+        return f"HiddenStates({str(self.data.dtype).removeprefix('torch.')} {list(self.data.shape)}, layers={self.layers})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +64,15 @@ class Output:
     logprobs: Logprobs | None = None
     hidden_states: HiddenStates | None = None
     copied_bytes: Mapping[str, int] | None = None  # device to host for this output, by kind; in a stream with the last part
+
+    def __repr__(self) -> str:
+        """For the eye: a long text is cut, lists and tensors are there by their size."""
+        text = self.text if len(self.text) <= SHOWN_TEXT else self.text[: SHOWN_TEXT - 1] + "…"
+        wanted = [f", {name}={value!r}" for name in ("logprobs", "hidden_states") if (value := getattr(self, name)) is not None]
+        return (
+            f"Output(text={text!r}, token_ids=[{len(self.token_ids)}], finish_reason={self.finish_reason!r}, "
+            f"prompt_tokens={self.prompt_tokens}, rid={self.rid!r}, index={self.index}{''.join(wanted)})"
+        )
 
 
 def _json_number(number: float | None) -> float | None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from sidestream.errors import InvalidRequest
-from sidestream.options import Option, checked, did_you_mean, fields_of, shown
+from sidestream.options import Option, checked, fields_of, shown
 
 MAX_TEMPERATURE = 100.0
 GREEDY_BELOW = 1e-5  # a lower temperature is 0: in float32 the division would overflow, and the best token wins anyway
@@ -39,6 +40,28 @@ def _normalise(params: object) -> None:
         object.__setattr__(params, declared.name, value)
 
 
+class _Declared:
+    """Refuses a field that does not exist by its name, where the generated `__init__` would raise a TypeError."""
+
+    def __new__(cls, *_: Any, **values: Any) -> Any:
+        known = [declared.name for declared in fields_of(cls)]
+        for name in values:
+            if name not in known:
+                raise InvalidRequest(name, f"got {shown(values[name])}, but {cls.__name__} has no such field", hint=_hint(name, cls))
+        return super().__new__(cls)
+
+
+def _hint(name: str, asked: type) -> str | None:
+    """The nearest field there is, and where it goes if not where it was `asked` for."""
+    homes = {declared.name: home for home in (SamplingParams, OutputParams) for declared in fields_of(home)}
+    near = next(iter(get_close_matches(name, homes, n=1)), None)
+    if near is None:
+        return None
+    if homes[near] is asked:
+        return f"Did you mean {near}?"
+    return f"It goes into SamplingParams({near}=...)." if homes[near] is SamplingParams else f"It is a keyword of generate({near}=...)."
+
+
 def _check_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
@@ -46,7 +69,7 @@ def _check_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
+class SamplingParams(_Declared):
     """How the tokens of one request are chosen, and when it ends.
 
     Lists are stored as tuples, `logit_bias` as a dict. Raises InvalidRequest, naming the field, the value and the limit.
@@ -162,7 +185,7 @@ class OutputPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputParams:
+class OutputParams(_Declared):
     """Which outputs one request wants back besides its text and tokens. Raises InvalidRequest."""
 
     return_logprob: Annotated[bool, Option("Return the logprob of each output token; implied by the logprob options below.")] = False
@@ -264,6 +287,6 @@ def outputs_per_prompt(keywords: Mapping[str, Any], count: int) -> list[OutputPa
     known = [declared.name for declared in fields_of(OutputParams)]
     for name in keywords:
         if name not in known:
-            raise InvalidRequest(name, f"got {shown(keywords[name])}, but no such keyword exists", hint=did_you_mean(name, known))
+            raise InvalidRequest(name, f"got {shown(keywords[name])}, but no such keyword exists", hint=_hint(name, OutputParams))
     spread = {name: per_prompt(name, value, count) for name, value in keywords.items()}
     return [OutputParams(**{name: values[index] for name, values in spread.items()}) for index in range(count)]

@@ -13,6 +13,7 @@ from sidestream.answers import Prompt
 from sidestream.assemble import Assembled
 from sidestream.engine.outputs import row_bytes
 from sidestream.errors import ContextLengthExceeded, InvalidRequest
+from sidestream.options import shown
 from sidestream.params import SamplingParams, outputs_per_prompt, per_prompt
 
 PromptLike = str | Sequence[int]
@@ -89,9 +90,12 @@ def _check_bytes(engine: Assembled, prompt: Prompt, max_output_bytes: int) -> No
     row = row_bytes(plan, engine.spec.hidden_size, engine.dtype.itemsize)
     smallest = 4 + row.hidden + 2 * row.logprob
     if smallest > engine.arena_bytes:
-        field = "hidden_states_layers" if row.hidden else "token_ids_logprob"
-        limit = f"at most {engine.arena_bytes} (--arena-memory)"
-        raise InvalidRequest(field, f"one row needs {smallest} bytes, must be {limit}", hint="Ask for fewer layers.")
+        fields = [*["hidden_states_layers"] * bool(row.hidden), *["top_logprobs_num", "token_ids_logprob"] * bool(row.logprob)]
+        raise InvalidRequest(
+            "arena_memory",
+            f"got {engine.arena_bytes} bytes, must be at least {smallest}: what one position of this request needs",
+            hint=f"Raise --arena-memory{', or ask for less with ' + ' or '.join(fields) if fields else ''}.",
+        )
     length = len(prompt.ids)
     new = prompt.max_tokens
     rows = 1 if plan.return_hidden_states == "last" else max(0, length + max(new, 1) - 1 - plan.hidden_start)
@@ -109,8 +113,11 @@ def _check_bytes(engine: Assembled, prompt: Prompt, max_output_bytes: int) -> No
 def is_one_prompt(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    if getattr(prompts, "ndim", None) is not None:  # a numpy array or a tensor
-        return bool(prompts.ndim == 1)
+    dimensions = getattr(prompts, "ndim", None)  # of a numpy array or a tensor
+    if dimensions is not None:
+        if dimensions not in (1, 2):
+            raise InvalidRequest("prompts", f"got an array of {dimensions} dimensions, must be 1 (a prompt) or 2 (a prompt in each row)")
+        return bool(dimensions == 1)
     if not isinstance(prompts, Sequence):
         raise InvalidRequest("prompts", f"got {type(prompts).__name__}, must be text, token ids, or a list of them")
     return len(prompts) > 0 and isinstance(prompts[0], (int, np.integer))
@@ -121,6 +128,9 @@ def _token_ids(prompt: Any) -> list[int]:
     if not isinstance(ids, (list, tuple)):
         raise InvalidRequest("prompt", f"got {type(prompt).__name__}, must be text or a list of token ids")
     for token in ids:
+        if isinstance(token, (str, list, tuple)):
+            hint = "Engine.generate takes a list of prompts; Engine.stream takes one."
+            raise InvalidRequest("prompt", f"got a list with {shown(token)} in it, must be one prompt: text or token ids", hint=hint)
         if isinstance(token, bool) or not isinstance(token, (int, np.integer)):
             raise InvalidRequest("prompt", f"got {token!r} among the token ids, must be integers")
     return [int(token) for token in ids]

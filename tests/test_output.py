@@ -86,3 +86,17 @@ def test_float32_rows_survive_json_bit_for_bit():
 def test_zero_rows_keep_their_shape():
     states = strict(made(hidden_states=HiddenStates(torch.empty(0, 2, 4), [], (0, 1))))["hidden_states"]
     assert (states["shape"], states["positions"], states["data"]) == ([0, 2, 4], [], [])
+
+
+def test_repr_shows_sizes_and_not_contents():
+    assert repr(made()) == "Output(text='Hi', token_ids=[2], finish_reason='stop', prompt_tokens=3, rid='r-1', index=0)"
+    large = made(
+        text="word " * 1000,
+        logprobs=Logprobs(input=[None, -1.5], output=[-0.5], output_top=[[(-0.5, 3)] * 100]),
+        hidden_states=HiddenStates(torch.zeros(1000, 2, 576, dtype=torch.bfloat16), range(1000), (12, -1)),
+    )
+    assert repr(large) == (
+        f"Output(text={('word ' * 16)[:79] + '…'!r}, token_ids=[2], finish_reason='stop', prompt_tokens=3, rid='r-1', index=0, "
+        "logprobs=Logprobs(input=[2], output=[1], output_top=[1]), hidden_states=HiddenStates(bfloat16 [1000, 2, 576], layers=(12, -1)))"
+    )
+    assert repr(Logprobs()) == "Logprobs()"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import pickle
@@ -80,7 +81,7 @@ def test_a_caller_keeps_its_own_mapping():
 
 def test_params_travel_between_processes_and_are_checked_when_replaced():
     made = SamplingParams(stop="x", logit_bias={1: 2}, seed=5)
-    assert pickle.loads(pickle.dumps(made)) == made
+    assert pickle.loads(pickle.dumps(made)) == copy.deepcopy(made) == made
     assert dataclasses.replace(made, seed=6).seed == 6
     assert refusal(dataclasses.replace, made, n=0).param == "n"
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -340,6 +341,31 @@ def test_an_unknown_keyword_is_answered_with_the_nearest():
     error = refusal(outputs_per_prompt, {"return_logprobs": True}, 1)
     assert error.param == "return_logprobs"
     assert error.hint == "Did you mean return_logprob?"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_tokens", "Did you mean max_new_tokens?"),
+        ("temprature", "Did you mean temperature?"),
+        ("return_logprob", "It is a keyword of generate(return_logprob=...)."),
+        ("zzz", None),
+    ],
+)
+def test_a_sampling_field_that_does_not_exist_is_refused_by_name(name, hint):
+    error = refusal(SamplingParams, **{name: 3})
+    assert (error.param, error.hint) == (name, hint)
+    assert error.message == f"{name}: got 3, but SamplingParams has no such field"
+
+
+def test_an_output_field_that_does_not_exist_is_refused_by_name():
+    assert refusal(OutputParams, return_logprobs=True).hint == "Did you mean return_logprob?"
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_tokens"])
+def test_a_sampling_field_among_the_keywords_is_sent_where_it_belongs(name):
+    error = refusal(outputs_per_prompt, {name: 3}, 1)
+    assert str(error) == f"{name}: got 3, but no such keyword exists\nIt goes into SamplingParams(max_new_tokens=...)."
 
 
 def test_list_valued_keywords_are_those_declared_as_lists():

@@ -78,7 +78,7 @@ class EngineLoop:
                 self.normal_loop()
         except BaseException as error:
             self.emit(EngineFailed(error))
-            self.runner.streams.close()
+            self.runner.close()
 
     # The step
 
@@ -330,13 +330,13 @@ class EngineLoop:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Abort what is open, then the streams. Nothing is in flight any more."""
+        """Abort what is open, then end the runner. Nothing is in flight any more."""
         step = StepOutputs([], [], {}, {}, {})
         for request in list(self.requests.values()):
             self._finish(request, "abort", step)
         self._emit(step)
         self.answer_questions()
-        self.runner.streams.close()
+        self.runner.close()
 
 
 def _why_no_token(request: Request, failure: int) -> str:

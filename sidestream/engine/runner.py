@@ -46,6 +46,11 @@ class Runner:
             return launched
         return self.streams.compute.launch(self._sample_late, launched, batch, fill_masks(batch))
 
+    def close(self) -> None:
+        """End the streams and drop the weights, the KV cache and the arena, whoever still refers to the engine. Nothing runs after it."""
+        self.streams.close()
+        del self.decoder, self.memory, self.copies.arena
+
     def _run_batch(self, batch: Batch, masks: Masks | None) -> GenerationBatchResult:
         self.memory.update(batch.page_updates, batch.token_uploads)
         taps = batch.outputs.taps

@@ -733,7 +733,7 @@ BAD: list[tuple[str, tuple[str, ...], Callable[[Engine], Any]]] = [
     ("hidden_state_layers", ("hidden_states_layers",), lambda e: e.generate(ids(5), on(1), hidden_state_layers=[1])),
     ("rid", ("''",), lambda e: e.generate(ids(5), on(1), rid="")),
     # Outputs that are too large: one row for the arena of 2,000 bytes, and all of them for the limit of 100,000.
-    ("hidden_states_layers", ("2052", "2000"), lambda e: e.generate(ids(5), return_hidden_states=True, hidden_states_layers=[0] * 8)),
+    ("arena_memory", ("2052", "2000"), lambda e: e.generate(ids(5), return_hidden_states=True, hidden_states_layers=[0] * 8)),
     ("return_hidden_states", ("100000",), lambda e: e.generate(ids(400), on(1), return_hidden_states=True)),
 ]  # fmt: skip
 

@@ -301,7 +301,7 @@ class Checks:
 
         def watching(step: Any) -> None:
             for key in {*step.keys, *step.rows}:
-                rid = engine._choices[key].prompt.rid
+                rid = engine._router.choices[key].prompt.rid
                 if rid in left:
                     left[rid] -= key in step.keys
                     if left[rid] <= 0:

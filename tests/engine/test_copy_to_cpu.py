@@ -327,7 +327,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(open_engine: OpenEngine, ov
 def test_dropping_a_finished_stream_leaves_the_next_owner_of_its_rid_alone(open_engine: OpenEngine) -> None:
     with open_engine() as engine:
         first = engine.stream([5, 6, 7], greedy(2), rid="x")
-        while "x" in engine._rids:  # until the engine has finished it
+        while "x" in engine._router.prompts:  # until the engine has finished it
             time.sleep(0.001)
         second = engine.stream([9, 9, 9], greedy(200), rid="x")
         first.close()
