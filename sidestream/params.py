@@ -99,7 +99,9 @@ class SamplingParams:
     bad_token_ids: Annotated[Sequence[int], Option("These tokens are never produced.", low=0)] = ()
     n: Annotated[int, Option("Outputs for the prompt, each with randomness of its own.", low=1, high=MAX_N)] = 1
     seed: Annotated[int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)] = None
-    skip_special_tokens: Annotated[bool, Option("Leave special tokens such as EOS out of the text.")] = True
+    skip_special_tokens: Annotated[
+        bool, Option("Leave special tokens such as EOS out of the text.", off_help="Keep special tokens such as EOS in the text.")
+    ] = True
 
     def __post_init__(self) -> None:
         _normalise(self)
