@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 import sidestream
-from sidestream import Engine, errors
+from sidestream import Engine, cli, errors
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "docs" / "python.md"
@@ -26,6 +27,15 @@ def test_the_code_of_a_page_runs(page: str, default_model: Path, capsys: pytest.
         exec(compile(block, page, "exec"), names)
         printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
         assert printed == re.findall(r"^ *print\(.*\)  # (.*)$", block, flags=re.MULTILINE)
+
+
+def test_the_readme_shows_what_commands_print(default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = re.findall(r"^\$ sidestream (.*)\n((?:(?!\$|```).*\n)+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert len(shown) == 3
+    for words, output in shown:
+        assert cli.main(shlex.split(words)) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(output.removesuffix("...\n")) and (output.endswith("...\n") or printed == output)
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> set[str]:
