@@ -2,160 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import os
+import re
 import sys
+import textwrap
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from sidestream import __version__
 from sidestream.errors import ConfigError, InvalidRequest, ModelError, SidestreamError
+from sidestream.flags import HelpAsked, Parser, UsageError, add_options, given_options
 
 if TYPE_CHECKING:
-    from sidestream.options import Field
+    from sidestream import Engine
     from sidestream.output import Output
 
-EXIT_FAILURE, EXIT_USAGE, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 78, 130
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_HELP = (
+    "Exit status: 0 when all went well; 2 when what was asked has to change: the command, an option, an environment variable or the "
+    "prompt; 1 when it failed otherwise, such as a model that cannot be found or read; 130 after Ctrl-C."
+)
+RUN_LOG_LEVEL = "warning"  # one prompt needs no report of the start: that is shown when a log level was asked for
 
 
-class UsageError(Exception):
-    """The command line itself cannot be understood."""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with positional `words`, one-line errors that offer the nearest flag, and values that may begin with a dash."""
-
-    def __init__(self, command: str, *, words: str, words_help: str, **keywords: Any) -> None:
-        super().__init__(prog=f"sidestream {command}", allow_abbrev=False, argument_default=argparse.SUPPRESS, **keywords)
-        self.add_argument("words", nargs="*", metavar=words, help=words_help)
-        self.nargs: dict[str, Any] = {"-h": 0, "--help": 0}  # of each flag: None takes a value, "?" may take one
-        self.readers: dict[str, Callable[[str], Any]] = {}
-
-    def option(self, group: argparse._ActionsContainer, *flags: str, **keywords: Any) -> None:
-        action = group.add_argument(*flags, **keywords)
-        self.nargs |= dict.fromkeys(flags, action.nargs)
-        self.readers |= dict.fromkeys(flags, keywords.get("type", str))
-
-    def parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """The arguments that were given, by name; `words` always. Raises UsageError."""
-        cut = words.index("--") if "--" in words else len(words)
-        given, unknown = self.parse_known_intermixed_args(self._joined(words[:cut]))
-        if unknown:
-            from sidestream.options import did_you_mean
-
-            flag = unknown[0].split("=")[0]
-            advice = did_you_mean(flag, self.nargs) or f"See {self.prog} --help; words that begin with a dash go after --"
-            self.error(f"unknown flag {flag}. {advice}")
-        arguments = vars(given)
-        arguments["words"] = [*arguments.get("words", ()), *words[cut + 1 :]]
-        return arguments
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}")
-
-    def _joined(self, words: Sequence[str]) -> list[str]:
-        """`--flag value` as `--flag=value` where argparse would guess wrong.
-
-        It takes a value that begins with a dash (`-1,2`) for a flag, and whatever follows a flag with an optional value for it.
-        """
-        joined: list[str] = []
-        for word in words:
-            flag = joined[-1] if joined and joined[-1] in self.nargs else ""
-            is_flag = word.split("=")[0] in self.nargs
-            if flag and self.nargs[flag] is None and word.startswith("-") and not is_flag:
-                joined[-1] = f"{flag}={word}"
-            elif flag and self.nargs[flag] == "?" and not is_flag:
-                if self._reads(flag, word):
-                    joined[-1] = f"{flag}={word}"
-                else:
-                    joined[-1:] = [f"{flag}=true", word]
-            else:
-                joined.append(word)
-        return joined
-
-    def _reads(self, flag: str, word: str) -> bool:
-        try:
-            self.readers[flag](word)
-        except argparse.ArgumentTypeError:
-            return False
-        return True
-
-
-def add_options(parser: Parser, title: str, declaration: type, *, variables: bool = False) -> None:
-    """A flag for each option that a dataclass declares."""
-    from sidestream.options import fields_of
-
-    group = parser.add_argument_group(title)
-    for field in fields_of(declaration):
-        if not field.option.positional:
-            _add_option(parser, group, field, variables)
-
-
-def _add_option(parser: Parser, group: argparse._ArgumentGroup, field: Field, variables: bool) -> None:
-    from sidestream.options import shown_flag, written_default
-
-    option, flag = field.option, shown_flag(field)
-    notes = [f"default: {default}"] if (default := written_default(field)) else []
-    notes += [field.variable] if variables else []
-    text = (option.help + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
-    keywords: dict[str, Any] = {"dest": field.name}
-    if option.off_flag is not None:
-        parser.option(group, flag, action="store_true", help=text, **keywords)
-        parser.option(group, option.off_flag, action="store_false", help=f"The opposite of {flag}.", **keywords)
-        return
-    if isinstance(field.default, bool) and field.kind.metavar is None:
-        keywords["action"] = "store_false" if field.default else "store_true"
-        text = f"Turn off: {text}" if field.default else text
-    elif isinstance(field.default, bool):  # also has a value that is a word
-        keywords |= {"nargs": "?", "const": True, "type": _reader(field), "metavar": field.kind.metavar}
-    else:
-        metavar = option.metavar or ("{" + ",".join(option.choices) + "}" if option.choices else field.kind.metavar)
-        keywords |= {"type": _reader(field), "metavar": metavar}
-        if field.kind.combine is not None:
-            keywords["action"] = "append"
-    parser.option(group, flag, help=text, **keywords)
-    if option.aliases:
-        parser.option(group, *option.aliases, **keywords | {"help": argparse.SUPPRESS})
-
-
-def _reader(field: Field) -> Callable[[str], Any]:
-    from sidestream.options import read
-
-    def value_of(text: str) -> Any:
-        try:
-            return read(field, text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return value_of
-
-
-def given_options(arguments: dict[str, Any], declaration: type) -> dict[str, Any]:
-    """Those of the arguments that belong to a dataclass; the parts of a repeated flag are put together."""
-    from sidestream.options import fields_of
-
-    given = {}
-    for field in fields_of(declaration):
-        if field.name in arguments:
-            value = arguments[field.name]
-            try:
-                given[field.name] = value if field.kind.combine is None else field.kind.combine(value)
-            except ValueError as error:
-                raise InvalidRequest(field.name, str(error)) from None
-    return given
+class OutputFailed(Exception):
+    """Standard output cannot be written: the disk is full, for one."""
 
 
 def run_parser() -> Parser:
-    from sidestream.config import EngineConfig
+    from sidestream.config import CACHE_HELP, EngineConfig
     from sidestream.params import OutputParams, SamplingParams
 
     parser = Parser(
         "run",
         words="[MODEL] PROMPT",
-        words_help="model (default: smollm2) and prompt; - reads the prompt from standard input",
+        words_help="model (default: smollm2) [SIDESTREAM_MODEL] and prompt; - reads the prompt from standard input",
         usage="sidestream run [MODEL] PROMPT [options]",
         description="Run one prompt and print its text. Engine options can also be set with the environment variables shown.",
+        epilog=f"{CACHE_HELP} {EXIT_HELP}",
     )
     group = parser.add_argument_group("prompt and answer")
     parser.option(group, "--chat", action="store_true", help="Send the prompt as a user's message, in the model's chat template.")
@@ -165,7 +51,7 @@ def run_parser() -> Parser:
     parser.option(group, "--json", action="store_true", help="Print one JSON object: the output's fields and stats.")
     add_options(parser, "sampling", SamplingParams)
     add_options(parser, "outputs besides the text (with --json)", OutputParams)
-    add_options(parser, "engine", EngineConfig, variables=True)
+    add_options(parser, "engine", EngineConfig, variables=True, defaults={"log_level": RUN_LOG_LEVEL})
     return parser
 
 
@@ -173,7 +59,7 @@ def _token_ids(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, must be token ids such as 1,2,3") from None
+        raise ArgumentTypeError(f"got {text!r}, must be token ids such as 1,2,3") from None
 
 
 def run(words: Sequence[str]) -> int:
@@ -182,11 +68,14 @@ def run(words: Sequence[str]) -> int:
     arguments = parser.parse(words)
 
     from sidestream.config import EngineConfig
-    from sidestream.params import OutputParams, SamplingParams
+    from sidestream.params import HIDDEN_STATES_DETAILS, OutputParams, SamplingParams
 
     model, prompt = _model_and_prompt(parser, arguments)
     sampling = SamplingParams(**given_options(arguments, SamplingParams))
     outputs = given_options(arguments, OutputParams)
+    for name in HIDDEN_STATES_DETAILS:
+        if name in outputs and not outputs.get("return_hidden_states"):
+            parser.error(f"--{name.replace('_', '-')} needs --return-hidden-states")
     asked = OutputParams(**outputs)
     as_json, streamed = "json" in arguments, "stream" in arguments
     if not as_json and (asked.return_logprob or asked.return_hidden_states):
@@ -198,8 +87,7 @@ def run(words: Sequence[str]) -> int:
 
     from sidestream import Engine
 
-    # One prompt needs no report of the start: that is shown when a log level was asked for.
-    with _log_on_stderr(options["log_level"] if explicit else "warning"), Engine(options.pop("model"), **options) as engine:
+    with _log_on_stderr(options["log_level"] if explicit else RUN_LOG_LEVEL), _open(Engine, options, arguments) as engine:
         if streamed:
             prompt = engine.encode_chat(prompt) if "chat" in arguments else prompt
             _print_stream(engine.stream(prompt, sampling, **outputs), as_json)
@@ -210,6 +98,16 @@ def run(words: Sequence[str]) -> int:
             answers = call(prompt, sampling, **outputs)
             _print_answers(answers if isinstance(answers, list) else [answers], engine.stats() if as_json else None)
     return 0
+
+
+def _open(engine: type[Engine], options: dict[str, Any], arguments: dict[str, Any]) -> Engine:
+    try:
+        return engine(options.pop("model"), **options)
+    except ModelError as error:
+        if "prompt_ids" in arguments and arguments["words"]:  # it may have been meant as the prompt
+            hint = "With --prompt-ids there is no PROMPT: the one word is the model."
+            raise ModelError(error.message, hint=f"{hint} {error.hint or ''}".strip()) from error
+        raise
 
 
 @contextmanager
@@ -258,10 +156,25 @@ def _standard_input() -> str:
         raise InvalidRequest("prompt", "got standard input that is not UTF-8, must be UTF-8 text") from None
 
 
+def _write(text: str, end: str = "\n") -> None:
+    """Standard output, at once: a disk that is full shows here, and not when Python ends."""
+    try:
+        print(text, end=end, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputFailed(f"standard output cannot be written: {error.strerror or error}") from error
+
+
+def _leave_output() -> None:
+    """What is still buffered goes nowhere, or Python would try again at its end, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _print_json(value: dict[str, Any]) -> None:
     import json
 
-    print(json.dumps(value, allow_nan=False), flush=True)
+    _write(json.dumps(value, allow_nan=False))
 
 
 def _print_stream(chunks: Any, as_json: bool) -> None:
@@ -271,9 +184,9 @@ def _print_stream(chunks: Any, as_json: bool) -> None:
         if as_json:
             _print_json(output_to_dict(chunk))
         else:
-            print(chunk.text, end="", flush=True)
+            _write(chunk.text, end="")
     if not as_json:
-        print()
+        _write("")
 
 
 def _print_answers(answers: Sequence[Output], stats: dict[str, Any] | None) -> None:
@@ -286,26 +199,31 @@ def _print_answers(answers: Sequence[Output], stats: dict[str, Any] | None) -> N
         return
     for answer in answers:
         if len(answers) > 1:
-            print(f"--- {answer.index + 1} of {len(answers)}")
-        print(answer.text)
+            _write(f"--- {answer.index + 1} of {len(answers)}")
+        _write(answer.text)
 
 
 def pull(words: Sequence[str]) -> int:
     """`sidestream pull`: progress goes to standard error, the path is the last line of standard output."""
+    from sidestream.config import CACHE_HELP, warn_of_unknown_variables
+
     parser = Parser(
         "pull",
         words="NAME",
         words_help="smollm2 (the default), repo/name or repo/name@revision",
         usage="sidestream pull [NAME]",
         description="Fetch a model and print where it is. Nothing is fetched twice.",
+        epilog=f"{CACHE_HELP} {EXIT_HELP}",
     )
     names = parser.parse(words)["words"]
     if len(names) > 1:
         parser.error(f"got {len(names)} names. Give one")
 
+    warn_of_unknown_variables()
+
     from sidestream.models.hub import pull as pull_model
 
-    print(pull_model(names[0] if names else "smollm2"))
+    _write(str(pull_model(names[0] if names else "smollm2")))
     return 0
 
 
@@ -324,28 +242,51 @@ HELP = "\n".join(
         "",
         "  -h, --help     this text, or that of a command: sidestream run --help",
         "  --version      the version",
+        "",
+        *textwrap.wrap(EXIT_HELP, 100),
     ]
 )
 
 
 def _dispatch(words: Sequence[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP, file=sys.stdout if words else sys.stderr)
-        return 0 if words else EXIT_USAGE
+        if not words:
+            print(HELP, file=sys.stderr)
+            return EXIT_USAGE
+        _write(HELP)
+        return 0
     if words[0] in ("-V", "--version"):
-        print(f"sidestream {__version__}")
+        _write(f"sidestream {__version__}")
         return 0
     if words[0] not in COMMANDS:
         from sidestream.options import did_you_mean
 
         known = [*COMMANDS, "--help", "--version"]
         raise UsageError(f"sidestream: unknown command {words[0]}. {did_you_mean(words[0], known) or 'See sidestream --help'}")
-    return COMMANDS[words[0]][0](words[1:])
+    try:
+        return COMMANDS[words[0]][0](words[1:])
+    except HelpAsked as asked:
+        _write(str(asked))
+        return 0
 
 
 def _one_line(error: SidestreamError) -> str:
     message = " ".join(error.message.split())
     return message if error.hint is None else f"{message.rstrip('.')}. {' '.join(error.hint.split())}"
+
+
+def _in_flags(line: str) -> str:
+    """A message that speaks of fields, in the words of the command line: `top_p` is --top-p."""
+    from sidestream.config import EngineConfig
+    from sidestream.options import fields_of, shown_flag
+    from sidestream.params import OutputParams, SamplingParams
+
+    declared = [*fields_of(EngineConfig), *fields_of(SamplingParams), *fields_of(OutputParams)]
+    flags = {field.name: shown_flag(field) for field in declared if not field.option.positional} | {"messages": "--chat"}
+    field, colon, rest = line.partition(": ")
+    unmistakable = "|".join(name for name in flags if "_" in name)
+    rest = re.sub(rf"(?<![\w'])({unmistakable})(?![\w'])", lambda name: flags[name[0]], rest)
+    return flags.get(field, field) + colon + rest
 
 
 def _is_debugging(words: Sequence[str]) -> bool:
@@ -357,20 +298,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     try:
         return _dispatch(words)
-    except SystemExit as leave:  # argparse's --help
-        return leave.code if isinstance(leave.code, int) else 0
     except UsageError as error:
         status, line = EXIT_USAGE, str(error)
-    except InvalidRequest as error:
-        status, line = EXIT_USAGE, f"sidestream: {_one_line(error)}"
-    except (ConfigError, ModelError) as error:
-        status, line = EXIT_CONFIG, f"sidestream: {_one_line(error)}"
+    except (InvalidRequest, ConfigError) as error:
+        status, line = EXIT_USAGE, f"sidestream: {_in_flags(_one_line(error))}"
     except SidestreamError as error:
         status, line = EXIT_FAILURE, f"sidestream: {_one_line(error)}"
     except KeyboardInterrupt:
         status, line = EXIT_INTERRUPTED, "sidestream: interrupted"
-    except BrokenPipeError:  # the reader of our output left; nothing is to be said, also not when Python flushes at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OutputFailed as error:
+        _leave_output()
+        status, line = EXIT_FAILURE, f"sidestream: {error}"
+    except BrokenPipeError:  # the reader of our output left; nothing is to be said
+        _leave_output()
         return EXIT_FAILURE
     except Exception as error:
         if _is_debugging(words):

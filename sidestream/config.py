@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any
 
 from sidestream.errors import ConfigError
-from sidestream.options import Field, Option, checked, did_you_mean, fields_of, read, shown, variable_of
+from sidestream.options import ENVIRONMENT_PREFIX, Field, Option, checked, did_you_mean, fields_of, read, shown, variable_of
+
+log = logging.getLogger("sidestream")
 
 GIB, MIB = 2**30, 2**20
 MAX_PAGE_SIZE = 256
+CACHE_HELP = (
+    "The default model is kept in the directory SIDESTREAM_CACHE (default: sidestream below XDG_CACHE_HOME, which is ~/.cache "
+    "unless set), models of the Hugging Face Hub where HF_HOME says."
+)
+# Variables that are not options: where models are kept, what the native kernels may use, and what only tests read.
+OTHER_VARIABLES = ("SIDESTREAM_CACHE", "SIDESTREAM_CPU_ISA")
+TEST_VARIABLES = "SIDESTREAM_TEST_"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,10 @@ class EngineConfig:
             size=True,
         ),
     ] = 64 * MIB
-    log_level: Annotated[str, Option("Least severity that is logged.", choices=("debug", "info", "warning", "error"))] = "info"
+    log_level: Annotated[
+        str,
+        Option("Least severity that is logged; sidestream run takes warning by default.", choices=("debug", "info", "warning", "error")),
+    ] = "info"
 
     def __post_init__(self) -> None:
         for declared in fields_of(EngineConfig):
@@ -104,6 +118,7 @@ class EngineConfig:
     @classmethod
     def from_env(cls, model: str | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any) -> EngineConfig:
         """A configuration from explicit arguments, then `SIDESTREAM_*` variables, then the defaults. Raises ConfigError."""
+        warn_of_unknown_variables(environ)
         declared = {item.name: item for item in fields_of(cls)}
         for name, value in overrides.items():
             if name not in declared:
@@ -117,6 +132,21 @@ class EngineConfig:
         return cls(**values, **overrides)
 
 
+def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
+    """A misspelt variable would set nothing, silently."""
+    for variable in environ:
+        if variable.startswith(ENVIRONMENT_PREFIX) and not variable.startswith(TEST_VARIABLES):
+            _warn_if_unknown(variable)
+
+
+@cache  # once per process
+def _warn_if_unknown(variable: str) -> None:
+    flags = [flag for item in fields_of(EngineConfig) for flag in (item.flag, item.option.off_flag) if flag is not None]
+    known = [*map(variable_of, flags), *OTHER_VARIABLES]
+    if variable not in known:
+        log.warning("%s is set, but there is no such variable. %s", variable, did_you_mean(variable, known) or "See docs/options.md.")
+
+
 def _from_environment(item: Field, environ: Mapping[str, str]) -> dict[str, Any]:
     """`{name: value}` when the environment sets the option, else `{}`. Raises ConfigError, naming the variable."""
     found: dict[str, Any] = {}
@@ -128,7 +158,7 @@ def _from_environment(item: Field, environ: Mapping[str, str]) -> dict[str, Any]
         if not text:  # a variable that is set but empty counts as not set
             continue
         try:
-            value = checked(item, read(item, text))
+            value = read(item, text)
         except ValueError as error:
             raise ConfigError(f"{variable}: {error}") from None
         value = value if straight else not value

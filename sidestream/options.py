@@ -37,6 +37,7 @@ class Option:
     metavar: str | None = None
     flag: str | None = None  # when it is not the field's name with dashes
     off_flag: str | None = None  # the flag that says no, where None means "decide for me"
+    off_help: str | None = None  # what the flag does that turns off an option that is on by default
     aliases: tuple[str, ...] = ()  # other engines' names for the flag: accepted, not shown
     positional: bool = False
 
@@ -178,11 +179,11 @@ def _read_boolean(text: str) -> bool:
 
 
 def _read_integers(text: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in text.split(",") if item.strip())
+    return tuple(int(item) for item in text.split(","))
 
 
 def _read_bias(text: str) -> dict[int, float]:
-    pairs = [item.split("=") for item in text.split(",") if item.strip()]
+    pairs = [item.split("=") for item in text.split(",")]
     bias = {int(token): float(number) for token, number in pairs}
     if len(bias) < len(pairs):
         raise ValueError
@@ -306,11 +307,13 @@ def checked(field: Field, value: Any) -> Any:
 
 
 def read(field: Field, text: str) -> Any:
-    """The value a text of the command line or the environment stands for. Raises ValueError("got ..., must be ...")."""
+    """The value a text of the command line or the environment stands for, checked. Raises ValueError("got ..., must be ...")."""
+    written = field._replace(optional=False)  # None is written by leaving the option out
     try:
-        return field.kind.read(text)
+        value = field.kind.read(text)
     except (ValueError, TypeError):
-        raise ValueError(f"got {shown(text)}, must be {requirement(field)}") from None
+        raise ValueError(f"got {shown(text)}, must be {requirement(written)}") from None
+    return checked(written, value)
 
 
 def options_table(declaration: type, *, variables: bool = False) -> str:
@@ -323,5 +326,6 @@ def options_table(declaration: type, *, variables: bool = False) -> str:
         variable = [", ".join(f"`{variable_of(flag)}`" for flag in (field.flag, *flags[1:]))] if variables else []
         names = "positional" if option.positional else ", ".join(f"`{flag}`" for flag in flags)
         default = f"`{written_default(field)}`" if written_default(field) else "off" if field.default is False else "none"
-        rows.append([f"`{field.name}`", names, *variable, default, requirement(field), option.help])
+        meaning = f"{option.help} `{shown_flag(field)}`: {option.off_help}" if option.off_help else option.help
+        rows.append([f"`{field.name}`", names, *variable, default, requirement(field), meaning])
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)

@@ -122,7 +122,9 @@ class SamplingParams(_Declared):
     bad_token_ids: Annotated[Sequence[int], Option("These tokens are never produced.", low=0)] = ()
     n: Annotated[int, Option("Outputs for the prompt, each with randomness of its own.", low=1, high=MAX_N)] = 1
     seed: Annotated[int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)] = None
-    skip_special_tokens: Annotated[bool, Option("Leave special tokens such as EOS out of the text.")] = True
+    skip_special_tokens: Annotated[
+        bool, Option("Leave special tokens such as EOS out of the text.", off_help="Keep special tokens such as EOS in the text.")
+    ] = True
 
     def __post_init__(self) -> None:
         _normalise(self)
@@ -226,11 +228,22 @@ class OutputParams(_Declared):
             raise InvalidRequest("token_ids_logprob", f"got {twice} more than once, must be different ids")
         if not self.hidden_states_layers:
             raise InvalidRequest("hidden_states_layers", "got an empty list, must name at least one layer")
+        if not self.return_hidden_states:
+            self._check_nothing_about_hidden_states()
         if self.return_hidden_states == "last" and self.hidden_states_start != 0:
             got = f"got {self.hidden_states_start}"
             raise InvalidRequest("hidden_states_start", f'{got}, must be left out with return_hidden_states="last"')
         implied = self.logprob_start_len >= 0 or self.top_logprobs_num > 0 or bool(ids) or self.logprobs_mode != "raw"
         object.__setattr__(self, "return_logprob", self.return_logprob or implied)
+
+    def _check_nothing_about_hidden_states(self) -> None:
+        """Details of rows that are not returned would be ignored. Raises InvalidRequest."""
+        for declared in fields_of(OutputParams):
+            value = getattr(self, declared.name)
+            if declared.name in HIDDEN_STATES_DETAILS and value != declared.default:
+                got = shown(list(value) if isinstance(value, tuple) else value)
+                message = f"got {got}, must be left out without return_hidden_states"
+                raise InvalidRequest(declared.name, message, hint='Set return_hidden_states to True or "last".')
 
     def check(self, *, vocab_size: int, num_layers: int, prompt_len: int) -> OutputPlan:
         """Check what needs the model and the prompt, and make every number absolute. Raises InvalidRequest.
@@ -265,6 +278,7 @@ class OutputParams(_Declared):
 
 
 LIST_VALUED = ("token_ids_logprob", "hidden_states_layers")  # one value of these is itself a list
+HIDDEN_STATES_DETAILS = ("hidden_states_start", "hidden_states_layers", "hidden_states_dtype")
 
 
 def per_prompt(name: str, value: Any, count: int) -> list[Any]:
@@ -283,10 +297,19 @@ def per_prompt(name: str, value: Any, count: int) -> list[Any]:
 
 
 def outputs_per_prompt(keywords: Mapping[str, Any], count: int) -> list[OutputParams]:
-    """The output parameters of each of `count` prompts, from the keywords of a call. Raises InvalidRequest."""
+    """The output parameters of each of `count` prompts, from the keywords of a call. Raises InvalidRequest.
+
+    Details of hidden states are for the prompts that return them; in a call where none does they are refused.
+    """
     known = [declared.name for declared in fields_of(OutputParams)]
     for name in keywords:
         if name not in known:
             raise InvalidRequest(name, f"got {shown(keywords[name])}, but no such keyword exists", hint=_hint(name, OutputParams))
     spread = {name: per_prompt(name, value, count) for name, value in keywords.items()}
-    return [OutputParams(**{name: values[index] for name, values in spread.items()}) for index in range(count)]
+    asking = [bool(mode) for mode in spread.get("return_hidden_states", ())]
+
+    def values_of(index: int) -> dict[str, Any]:
+        unwanted = HIDDEN_STATES_DETAILS if any(asking) and not asking[index] else ()
+        return {name: values[index] for name, values in spread.items() if name not in unwanted}
+
+    return [OutputParams(**values_of(index)) for index in range(count)]

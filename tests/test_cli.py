@@ -3,9 +3,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -109,7 +111,7 @@ def test_help_and_version_as_a_process():
     refused = run("run", "Hi", "--max-new-tokns", "5")
     assert refused.returncode == 2
     assert refused.stderr == "sidestream run: unknown flag --max-new-tokns. Did you mean --max-new-tokens?\n"
-    assert run("run", "Hi", "--page-size", "3").returncode == 78
+    assert run("run", "Hi", "--page-size", "3").returncode == 2
 
 
 def test_help_of_run_shows_every_option(capsys):
@@ -120,10 +122,14 @@ def test_help_of_run_shows_every_option(capsys):
             flag = f"  --no-{field.flag[2:]}" if field.default is True else f"  {field.flag}"
             assert flag in text, field.name
     words = " ".join(text.split())
-    for field in fields_of(EngineConfig):
-        if not field.option.positional:
-            assert field.variable in words
+    page = (Path(__file__).parent.parent / "docs" / "options.md").read_text()
+    variables = set(re.findall(r"SIDESTREAM_[A-Z_]+", page))
+    assert set(re.findall(r"SIDESTREAM_[A-Z_]+", text)) == variables
+    assert {"SIDESTREAM_MODEL", "SIDESTREAM_DISABLE_OVERLAP_SCHEDULE", "SIDESTREAM_CACHE"} < variables
     assert "--max-model-len" not in text
+    assert "--no-skip-special-tokens Keep special tokens such as EOS in the text." in words
+    assert "[default: warning; SIDESTREAM_LOG_LEVEL]" in words
+    assert "Exit status: 0 when all went well; 2 when" in words
 
 
 def test_one_word_is_the_prompt(engine, capsys):
@@ -289,24 +295,48 @@ def test_stream(engine, capsys):
     [
         ([], 2, 'sidestream run: the prompt is missing. Write sidestream run [MODEL] "PROMPT", the prompt in quotes'),
         (["a", "b", "c"], 2, 'sidestream run: got 3 words. Write sidestream run [MODEL] "PROMPT", the prompt in quotes'),
-        (["Hi", "--n", "0"], 2, "sidestream: n: got 0, must be an integer between 1 and 128"),
-        (["Hi", "--n", "x"], 2, "sidestream run: argument --n: got 'x', must be an integer between 1 and 128"),
-        (["Hi", "--temperature", "nan"], 2, "sidestream: temperature: got nan, must be a finite number between 0 and 100"),
+        (["Hi", "--n", "0"], 2, "sidestream run: --n: got 0, must be an integer between 1 and 128\n"),
+        (["Hi", "--n", "x"], 2, "sidestream run: --n: got 'x', must be an integer between 1 and 128\n"),
+        (["Hi", "--n"], 2, "sidestream run: --n: expected one argument\n"),
+        (["Hi", "--temperature", "nan"], 2, "sidestream run: --temperature: got nan, must be a finite number between 0 and 100\n"),
+        (["Hi", "--top-p", "0"], 2, "sidestream run: --top-p: got 0.0, must be a finite number above 0 and at most 1\n"),
+        (["Hi", "--seed", "x"], 2, "sidestream run: --seed: got 'x', must be an integer between -9223372036854775808 and"),
+        (["Hi", "--kv-tokens", "0"], 2, "sidestream run: --kv-tokens: got 0, must be an integer of at least 1\n"),
+        (["Hi", "--stop-token-ids", "1,,2"], 2, "sidestream run: --stop-token-ids: got '1,,2', must be a list of integers"),
+        (["Hi", "--logit-bias", "1=2,"], 2, "sidestream run: --logit-bias: got '1=2,', must be a mapping from token id"),
+        (["Hi", "--logit-bias", "1=2", "--logit-bias", "1=3"], 2, "sidestream: --logit-bias: got token id 1 more than once, must name"),
         (
-            ["Hi", "--logit-bias", "1=2", "--logit-bias", "1=3"],
+            ["Hi", "--min-new-tokens", "5", "--max-new-tokens", "4"],
             2,
-            "sidestream: logit_bias: got token id 1 more than once, must name",
+            "sidestream: --min-new-tokens: got 5, must be at most --max-new-tokens, 4\n",
+        ),
+        (["Hi", "--kv-tokens", "5", "--mem-fraction", "0.5"], 2, "sidestream: --kv-tokens: got --kv-tokens=5 and --mem-fraction=0.5, must"),
+        (
+            ["Hi", "--overlap-schedule", "--disable-overlap-schedule"],
+            2,
+            "sidestream run: --disable-overlap-schedule: not allowed with --overlap-schedule\n",
+        ),
+        (["Hi", "--hidden-states-layers", "-1", "--json"], 2, "sidestream run: --hidden-states-layers needs --return-hidden-states\n"),
+        (
+            ["Hi", "--return-hidden-states", "first"],
+            2,
+            "sidestream run: --return-hidden-states: got 'first', must be true, false or \"last\". If",
+        ),
+        (
+            ["Hi", "--return-hidden-states=first"],
+            2,
+            "sidestream run: --return-hidden-states: got 'first', must be true, false or \"last\"\n",
         ),
         (["Hi", "--system", "x"], 2, "sidestream run: --system needs --chat"),
         (["Hi", "--return-logprob"], 2, "sidestream run: logprobs and hidden states are printed as JSON only. Add --json"),
         (["Hi", "--n", "2", "--stream"], 2, "sidestream run: --stream cannot show several outputs at once."),
         (["m", "Hi", "--prompt-ids", "1"], 2, "sidestream run: got a prompt and --prompt-ids."),
         (["--prompt-ids", "1", "--chat"], 2, "sidestream run: --prompt-ids and --chat exclude each other"),
-        (["--prompt-ids", "a"], 2, "sidestream run: argument --prompt-ids: got 'a', must be token ids"),
+        (["--prompt-ids", "a"], 2, "sidestream run: --prompt-ids: got 'a', must be token ids"),
         (["-5+3"], 2, "sidestream run: unknown flag -5+3. See sidestream run --help; words that begin with a dash go after --"),
         (["bad\udcff"], 2, "sidestream: prompt: got bytes that are not UTF-8, must be UTF-8 text"),
-        (["Hi", "--page-size", "3"], 78, "sidestream: page_size: got 3, must be a power of two between 1 and 256"),
-        (["Hi", "--dtype", "int8"], 78, "sidestream: dtype: got 'int8', must be one of auto, float32, bfloat16, float16"),
+        (["Hi", "--page-size", "3"], 2, "sidestream: --page-size: got 3, must be a power of two between 1 and 256\n"),
+        (["Hi", "--dtype", "top_p"], 2, "sidestream run: --dtype: got 'top_p', must be one of auto, float32, bfloat16, float16\n"),
     ],
 )
 def test_mistakes_are_one_line_and_start_no_engine(engine, capsys, words, status, message):
@@ -322,8 +352,9 @@ def test_mistakes_are_one_line_and_start_no_engine(engine, capsys, words, status
     ("failure", "status", "message"),
     [
         (InvalidRequest("prompt", "got 0 tokens, must be 1 or more"), 2, "sidestream: prompt: got 0 tokens, must be 1 or more\n"),
-        (ConfigError("no room", hint="Set --kv-tokens."), 78, "sidestream: no room. Set --kv-tokens.\n"),
-        (ModelError("no such model"), 78, "sidestream: no such model\n"),
+        (InvalidRequest("messages", "got top_k, 'top_k'"), 2, "sidestream: --chat: got --top-k, 'top_k'\n"),
+        (ConfigError("no room", hint="Set --kv-tokens."), 2, "sidestream: no room. Set --kv-tokens.\n"),
+        (ModelError("no such model: /top_k/top_k"), 1, "sidestream: no such model: /top_k/top_k\n"),
         (EngineDead("the engine stopped:\nout of memory."), 1, "sidestream: the engine stopped: out of memory.\n"),
         (KeyboardInterrupt(), 130, "sidestream: interrupted\n"),
         (RuntimeError("two\nlines"), 1, "sidestream: RuntimeError: two lines. --log-level debug shows where\n"),
@@ -347,6 +378,22 @@ def test_the_log_is_shown_on_demand(engine, capsys, monkeypatch, words, variable
     assert logging.getLogger("sidestream").handlers == []
 
 
+def test_a_word_beside_prompt_ids_is_the_model(engine, capsys):
+    engine.failure = ModelError("model 'Hello': there is no such file or directory", hint="Give a .gguf file.")
+    assert cli.main(["run", "Hello", "--prompt-ids", "1"]) == 1
+    hint = "With --prompt-ids there is no PROMPT: the one word is the model. Give a .gguf file."
+    assert capsys.readouterr().err == f"sidestream: model 'Hello': there is no such file or directory. {hint}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("words", [["--version"], ["--help"], ["run", "--help"]])
+def test_output_that_cannot_be_written(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "sidestream", *words]
+        finished = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    assert (finished.returncode, finished.stderr) == (1, "sidestream: standard output cannot be written: No space left on device\n")
+
+
 def test_debugging_shows_where(engine, capsys):
     engine.failure = RuntimeError("inside")
     with pytest.raises(RuntimeError, match="inside"):
@@ -355,7 +402,7 @@ def test_debugging_shows_where(engine, capsys):
 
 def test_a_bad_variable_is_named(engine, capsys, monkeypatch):
     monkeypatch.setenv("SIDESTREAM_PAGE_SIZE", "big")
-    assert cli.main(["run", "Hi"]) == 78
+    assert cli.main(["run", "Hi"]) == 2
     assert capsys.readouterr().err == "sidestream: SIDESTREAM_PAGE_SIZE: got 'big', must be an integer between 1 and 256\n"
 
 
@@ -374,5 +421,5 @@ def test_pull_prints_the_path_last(monkeypatch, capsys):
         raise DownloadError("no network", hint="Give the path of a local file.")
 
     hub.pull = fails
-    assert cli.main(["pull", "a/b"]) == 78
+    assert cli.main(["pull", "a/b"]) == 1
     assert capsys.readouterr().err.endswith("sidestream: no network. Give the path of a local file.\n")

@@ -126,6 +126,17 @@ def test_contradictory_variables_are_refused():
         EngineConfig.from_env(environ=environ)
 
 
+def test_an_unknown_variable_is_warned_of_once(caplog):
+    known = ["MODEL", "DISABLE_OVERLAP_SCHEDULE", "CACHE", "CPU_ISA", "TEST_ANYTHING"]
+    environ = {f"SIDESTREAM_{name}": "1" for name in [*known, "PAGESIZE", "QQQQQQQQQQQQQQQQ"]} | {"OTHER": "1"}
+    for _ in range(2):
+        EngineConfig.from_env(environ=environ)
+    assert [record.getMessage() for record in caplog.records] == [
+        "SIDESTREAM_PAGESIZE is set, but there is no such variable. Did you mean SIDESTREAM_PAGE_SIZE?",
+        "SIDESTREAM_QQQQQQQQQQQQQQQQ is set, but there is no such variable. See docs/options.md.",
+    ]
+
+
 def test_an_unknown_option_is_answered_with_the_nearest():
     with pytest.raises(ConfigError) as refused:
         EngineConfig.from_env(pagesize=4)

@@ -17,6 +17,7 @@ STARTS = {
     "run --help": "import sidestream.cli; sidestream.cli.main(['run', '--help'])",
     "pull --help": "import sidestream.cli; sidestream.cli.main(['pull', '--help'])",
     "params": "from sidestream import SamplingParams, Output; SamplingParams(stop='x', seed=1)",
+    "errors": "from sidestream import InvalidRequest, EngineDead",
     "refusal": "import sidestream.cli; sidestream.cli.main(['run', 'Hi', '--n', '0'])",
 }
 
@@ -29,7 +30,8 @@ def test_nothing_heavy_is_imported(start):
 
 
 def test_public_names():
-    assert sidestream.__all__ == ["Engine", "Output", "SamplingParams", "__version__"]
+    assert {"Engine", "Output", "SamplingParams", "__version__"} < set(sidestream.__all__)
+    assert sidestream.QueueFull is sidestream.errors.QueueFull
     assert set(sidestream.__all__) <= set(dir(sidestream))
     assert sidestream.SamplingParams(n=2).n == 2
     with pytest.raises(AttributeError, match="module 'sidestream' has no attribute 'engin'"):

@@ -275,6 +275,25 @@ def test_last_has_no_start():
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [("hidden_states_start", -1, "-1"), ("hidden_states_layers", (12, -1), "[12, -1]"), ("hidden_states_dtype", "float16", "'float16'")],
+)
+def test_details_of_hidden_states_that_are_not_returned_are_refused(name, value, got):
+    OutputParams(**{name: value, "return_hidden_states": "last" if name != "hidden_states_start" else True})
+    error = refusal(OutputParams, **{name: value})
+    assert error.message == f"{name}: got {got}, must be left out without return_hidden_states"
+    assert error.hint == 'Set return_hidden_states to True or "last".'
+    assert refusal(outputs_per_prompt, {name: value, "return_hidden_states": [False, False]}, 2).param == name
+    assert OutputParams(**vars(OutputParams())) == OutputParams()  # naming the defaults asks for nothing
+
+
+def test_details_of_hidden_states_are_for_the_prompts_that_return_them():
+    for layers in ([3, 4], [[3, 4], [5]]):
+        first, second = outputs_per_prompt({"return_hidden_states": [True, False], "hidden_states_layers": layers}, 2)
+        assert (first.hidden_states_layers, second.hidden_states_layers) == ((3, 4), (-1,))
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("return_logprob", 1),

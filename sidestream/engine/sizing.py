@@ -48,8 +48,10 @@ def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, dev
             tokens = min(tokens, DEFAULT_FULL_REQUESTS * wanted)
     num_pages = tokens // config.page_size
     if num_pages < 1:
+        field = next((name for name in ("kv_tokens", "kv_memory", "mem_fraction") if getattr(config, name) is not None), None)
+        got = f"{field}: got {getattr(config, field)}" if field else f"KV cache: {reason}"
         raise ConfigError(
-            f"KV cache: {reason} gives {tokens} tokens of {per_token} bytes, less than one page of {config.page_size}",
+            f"{got}, which gives {tokens} tokens of {per_token} bytes, must be at least one page of {config.page_size}",
             hint=f"State at least --kv-tokens {config.page_size}, or a smaller --page-size.",
         )
     context = min(wanted, num_pages * config.page_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -23,6 +24,7 @@ from sidestream.errors import DownloadError
 Progress = Callable[[int, int], None]  # (bytes so far, bytes in all)
 
 POLL_SECONDS = 0.2
+STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 STALE_SECONDS = 24 * 3600
 PIP = (sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input",
        "--quiet", "--retries=2", "--timeout=20")  # fmt: skip
@@ -247,7 +249,18 @@ def _pull_repository(name: str) -> Path:
         return Path(snapshot_download(match["repo"], revision=match["revision"], allow_patterns=list(REPOSITORY_FILES)))
     except Exception as error:  # the library raises its own, its HTTP client's and the system's errors
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise DownloadError(
-            f"{name}: cannot be fetched: {reason}",
-            hint="Check the name (and `hf auth login` for a gated one), or give the path of a local copy.",
-        ) from error
+        raise DownloadError(f"{name}: cannot be fetched: {reason}", hint=_advice(error)) from error
+
+
+def _advice(error: Exception) -> str:
+    """What to do depends on who said no: the Hub, the disk, or nobody, because the Hub was not reached."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    local = "or give the path of a local copy."
+    if isinstance(error, HfHubHTTPError):
+        if error.response.status_code >= 500:
+            return f"The Hub has a problem of its own: try again later, {local}"
+        return f"Check the name and the revision (and `hf auth login` for a private or gated repository), {local}"
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRORS:
+        return "Set HF_HOME to a directory with free space that you may write to."
+    return f"Check the network (HTTPS_PROXY names a proxy, HF_ENDPOINT a mirror), {local}"

@@ -65,9 +65,8 @@ class ChatTemplate:
         With `continue_final_message` the prompt ends where the last message's text ends, so that the model writes on.
         """
         if self._template is None:
-            raise InvalidRequest(
-                "messages", f"{self._model} has no chat template", hint="Send a prompt instead: the completions route takes one."
-            )
+            hint = "Send a prompt instead: generate(...) in Python, no --chat on the command line."
+            raise InvalidRequest("messages", f"{self._model} has no chat template", hint=hint)
         chat = self._checked(messages)
         if continue_final_message:
             if add_generation_prompt:

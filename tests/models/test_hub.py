@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import io
 import os
@@ -9,9 +10,11 @@ import threading
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import errors
 
 from sidestream.errors import DownloadError
 from sidestream.models import hub
@@ -206,6 +209,34 @@ def test_unknown_names() -> None:
 def test_repository_names() -> None:
     assert all(map(hub.is_repository, ("a/b", "org-1/Model_2.5-x", "a/b@main", "a/b@refs/pr/1")))
     assert not any(map(hub.is_repository, ("a", "a/b/c", "../b", "./a", "a/", "/a", "a/b.gguf", "a b/c", "a/b@")))
+
+
+def hub_error(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
+    """The library's HTTP client changes with its version: what it reads of a response is enough."""
+    response: Any = SimpleNamespace(status_code=status, headers={}, request=None)
+    return kind(f"{status} Client Error", response=response)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (hub_error(errors.RepositoryNotFoundError, 401), "Check the name and the revision (and `hf auth login`"),
+        (hub_error(errors.RevisionNotFoundError, 404), "Check the name and the revision"),
+        (hub_error(errors.HfHubHTTPError, 503), "The Hub has a problem of its own: try again later"),
+        (errors.LocalEntryNotFoundError("Got: ConnectError: Name or service not known"), "Check the network (HTTPS_PROXY"),
+        (TimeoutError("timed out"), "Check the network"),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "Check the network"),
+        (OSError(errno.ENOSPC, "No space left on device"), "Set HF_HOME to a directory"),
+    ],
+)
+def test_a_repository_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str) -> None:
+    def fails(*_: Any, **__: Any) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    with pytest.raises(DownloadError, match=r"^a/b: cannot be fetched: ") as caught:
+        hub.pull("a/b")
+    assert caught.value.hint is not None and caught.value.hint.startswith(advice)
 
 
 def test_the_pinned_model_is_complete() -> None:

@@ -90,7 +90,7 @@ def test_errors_of_a_template_are_the_requests(source: str, reason: str) -> None
 def test_no_template_and_a_broken_one() -> None:
     with pytest.raises(InvalidRequest, match="tiny has no chat template") as caught:
         template(None).render(USER)
-    assert "prompt" in str(caught.value.hint)
+    assert caught.value.hint == "Send a prompt instead: generate(...) in Python, no --chat on the command line."
     with pytest.raises(ModelError, match=r"tiny does not parse, line 2"):
         template("x\n{% if %}")
 
