@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy.typing as npt
@@ -21,58 +21,46 @@ class StepRows(NamedTuple):
 
     rows: dict[int, Rows]
     kept: dict[int, KeptRow]
-    copied_bytes: dict[int, dict[str, int]]  # by kind, without the token
-
-    def add(self, span: int, rows: Rows, kind: str, size: int) -> None:
-        self.rows[span] = rows
-        self.copied_bytes.setdefault(span, {"logprob": 0, "hidden": 0})[kind] += size
 
 
 def collect_rows(batch: Batch, result: GenerationBatchResult) -> StepRows | None:
     """Called when `copy_done` is complete and before the arena block is used again. None when the batch returns only tokens."""
-    layout = batch.outputs
+    layout, output = batch.outputs, result.logits_output
     if not (batch.return_logprob or layout.taps):
         return None
-    out = StepRows({}, {}, {})
-    for part, rows in _logprob_parts(result.logits_output.input_token_logprobs, layout.input_slices):
-        out.add(part.span, out.rows.get(part.span, Rows())._replace(input_logprobs=rows), "logprob", _nbytes(rows))
-    for part, rows in _logprob_parts(result.logits_output.next_token_logprobs, layout.next_slices):
-        out.add(part.span, out.rows.get(part.span, Rows())._replace(output_logprobs=rows), "logprob", _nbytes(rows))
-    if result.logits_output.hidden_states is not None:
+    prompts = _logprob_rows(output.input_token_logprobs, layout.input_slices)
+    tokens = _logprob_rows(output.next_token_logprobs, layout.next_slices)
+    hidden: dict[int, HiddenRows] = {}
+    if output.hidden_states is not None:
         for piece in layout.hidden_slices:
-            host = result.logits_output.hidden_states[piece.group][piece.rows]
-            hidden = hidden_rows(host, piece.position)
-            out.add(piece.span, out.rows.get(piece.span, Rows())._replace(hidden=hidden), "hidden", host.nbytes)
-    for piece in layout.kept_slices:
-        kept = KeptRow(result, result.kept_hidden_states[piece.group], piece.rows.start, piece.position)
-        out.kept[piece.span] = kept
-    return out
+            hidden[piece.span] = hidden_rows(output.hidden_states[piece.group][piece.rows], piece.position)
+    kept = {
+        piece.span: KeptRow(result, result.kept_hidden_states[piece.group], piece.rows.start, piece.position)
+        for piece in layout.kept_slices
+    }
+    spans = prompts.keys() | tokens.keys() | hidden.keys()
+    return StepRows({span: Rows(prompts.get(span), tokens.get(span), hidden.get(span)) for span in spans}, kept)
 
 
-def _logprob_parts(block: LogprobBlock | None, slices: Sequence[LogprobSlice]) -> Iterator[tuple[LogprobSlice, LogprobRows]]:
-    if block is not None:
-        arrays = LogprobBlock(*(None if part is None else host_array(part) for part in block))
-        for part in slices:
-            yield part, _logprob_rows(arrays, part)
+def _logprob_rows(block: LogprobBlock | None, slices: Sequence[LogprobSlice]) -> dict[int, LogprobRows]:
+    if block is None:
+        return {}
+    chosen, top_values, top_ids, id_values = (None if part is None else host_array(part) for part in block)
+    assert chosen is not None
+    return {
+        span: LogprobRows(
+            position,
+            chosen[row : row + n].copy(),
+            _cut(top_values, top, n, k),
+            _cut(top_ids, top, n, k),
+            _cut(id_values, id_start, n, ids),
+        )
+        for span, position, n, k, ids, row, top, id_start in slices
+    }
 
 
-def _nbytes(rows: LogprobRows) -> int:
-    return sum(part.nbytes for part in (rows.chosen, rows.top_values, rows.top_ids, rows.id_values) if part is not None)
-
-
-def _logprob_rows(block: LogprobBlock, part: LogprobSlice) -> LogprobRows:
-    n = part.rows.stop - part.rows.start
-
-    def cut(values: npt.NDArray[Any] | None, where: slice) -> npt.NDArray[Any] | None:
-        return None if values is None or where.start == where.stop else values[where].reshape(n, -1).copy()
-
-    return LogprobRows(
-        part.position,
-        block.chosen[part.rows].copy(),
-        cut(block.top_values, part.top),
-        cut(block.top_ids, part.top),
-        cut(block.id_values, part.ids),
-    )
+def _cut(values: npt.NDArray[Any] | None, start: int, n: int, width: int) -> npt.NDArray[Any] | None:
+    return values[start : start + n * width].reshape(n, width).copy() if values is not None and width else None
 
 
 def hidden_rows(host: Tensor, position: int) -> HiddenRows:

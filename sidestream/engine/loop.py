@@ -7,6 +7,7 @@ conditional copy, `process_batch_result` appends the token, matches stops, colle
 from __future__ import annotations
 
 import queue
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +66,7 @@ class EngineLoop:
         self.overlap = overlap
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}  # open ones, by key
-        self.copied_bytes: dict[int, dict[str, int]] = {}
+        self.copied_bytes: dict[int, dict[str, int]] = defaultdict(lambda: {"logprob": 0, "hidden": 0})  # by key
         self.questions: list[Call] = []
         self._stopping = False
 
@@ -191,7 +192,7 @@ class EngineLoop:
         for span, request in enumerate(batch.requests):
             token = tokens[span] if token_of is None else token_of.get(span)
             if request.finish_reason is not None:  # it ended while this step was in flight: nothing of it is appended or emitted
-                self._discard(rows, span, token is not None)
+                self._discard(request, rows, span, token is not None)
             else:
                 self._take(request, token, rows, span, step)
             self.scheduler.step_processed(request)
@@ -249,21 +250,23 @@ class EngineLoop:
         own = rows.rows.get(span)
         if own is not None:
             step.rows[request.key] = own
-        copied = rows.copied_bytes.get(span)
-        if copied:
-            self._count(request, copied)
+            self._count(self.copied_bytes[request.key], request, own)
 
-    def _count(self, request: Request, copied: dict[str, int]) -> None:
-        total = self.copied_bytes.setdefault(request.key, {"logprob": 0, "hidden": 0})
-        for kind, size in copied.items():
-            total[kind] += size
+    @staticmethod
+    def _count(total: dict[str, int], request: Request, own: Rows) -> None:
+        """Add the bytes that these rows were in the copy."""
+        for logprobs in (own.input_logprobs, own.output_logprobs):
+            if logprobs is not None:
+                total["logprob"] += len(logprobs.chosen) * request.row.logprob
+        if own.hidden is not None:
+            total["hidden"] += own.hidden.shape[0] * request.row.hidden
 
-    def _discard(self, rows: StepRows | None, span: int, has_token: bool) -> None:
+    def _discard(self, request: Request, rows: StepRows | None, span: int, has_token: bool) -> None:
         discarded = self.copies.ledger.discarded
         discarded["token"] += 4 * has_token
-        if rows is not None:
-            for kind, size in rows.copied_bytes.get(span, {}).items():
-                discarded[kind] += size
+        own = None if rows is None else rows.rows.get(span)
+        if own is not None:
+            self._count(discarded, request, own)
 
     def _finish(self, request: Request, reason: FinishReason, step: StepOutputs) -> None:
         """The one place where a request ends. It is checked before anything else of it is emitted; finishing twice does nothing."""
@@ -271,16 +274,15 @@ class EngineLoop:
             return
         request.finish_reason = reason
         self._fetch_last_row(request, step)
-        copied = self.copied_bytes.pop(request.key, {"logprob": 0, "hidden": 0})
         step.finished[request.key] = Finish(
             reason,
             request.matched_stop,
             request.stop_offset,
             isinstance(request.matched_stop, int),
-            {"token": 4 * len(request.output_ids), **copied},
+            {"token": 4 * len(request.output_ids), **self.copied_bytes[request.key]},
             request.error,
         )
-        del self.requests[request.key]
+        del self.requests[request.key], self.copied_bytes[request.key]
         self.scheduler.finish(request)
 
     def _fetch_last_row(self, request: Request, step: StepOutputs) -> None:
@@ -291,7 +293,7 @@ class EngineLoop:
             return
         host = self.copies.copy_late(kept.tensor, kept.row)
         kept.result.count_late(host[:, :1].nbytes * request.plan.layers.count(self.runner.decoder.spec.num_layers))
-        self._count(request, {"hidden": host.nbytes})
+        self.copied_bytes[request.key]["hidden"] += host.nbytes
         step.rows[request.key] = (own or Rows())._replace(hidden=hidden_rows(host, kept.position))
 
     def _emit(self, step: StepOutputs) -> None:

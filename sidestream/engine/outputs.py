@@ -86,13 +86,16 @@ class ScorePlan:
 
 
 class LogprobSlice(NamedTuple):
-    """Where one request's rows are in a packed block."""
+    """Where one request's rows are in a packed block: its first row, value of the best and value of the ids asked for."""
 
     span: int
-    rows: slice
-    top: slice
-    ids: slice
     position: int  # absolute position of the token the first row scores
+    n: int  # rows
+    k: int  # alternatives of each
+    ids: int  # asked ids of each
+    row: int
+    top: int
+    id: int
 
 
 class HiddenSlice(NamedTuple):
@@ -119,58 +122,41 @@ NOTHING = OutputLayout()
 
 
 class _Score:
-    """Collects logprob rows of a batch."""
+    """Collects logprob rows of a batch: `n` consecutive rows from `row` for a span. Arithmetic on arrays: a step has hundreds of spans."""
 
     def __init__(self) -> None:
-        self.rows: list[Ints] = []
-        self.targets: list[Ints] = []
-        self.counts: list[int] = []
+        self.spans: list[tuple[int, int, int, int]] = []  # span, position, row, n
         self.plans: list[OutputPlan] = []
-        self.slices: list[LogprobSlice] = []
-        self._row = self._top = self._id = 0
+        self.targets: list[Ints] = []
 
-    def add(self, span: int, plan: OutputPlan, rows: Ints, targets: Ints | None, position: int) -> None:
-        n, k, ids = len(rows), plan.top_logprobs_num, len(plan.token_ids_logprob)
-        self.rows.append(rows)
-        if targets is not None:
-            self.targets.append(targets)
-        self.counts.append(n)
+    def add(self, span: int, plan: OutputPlan, row: int, n: int, position: int) -> None:
+        self.spans.append((span, position, row, n))
         self.plans.append(plan)
-        self.slices.append(
-            LogprobSlice(
-                span,
-                slice(self._row, self._row + n),
-                slice(self._top, self._top + n * k),
-                slice(self._id, self._id + n * ids),
-                position,
-            )
-        )
-        self._row, self._top, self._id = self._row + n, self._top + n * k, self._id + n * ids
 
-    def plan(self) -> ScorePlan | None:
-        if not self.rows:
-            return None
-        k = max(plan.top_logprobs_num for plan in self.plans)
-        top, id_rows, id_columns, row = [], [], [], 0
-        for n, plan in zip(self.counts, self.plans, strict=True):
-            rows = np.arange(row, row + n)
-            if plan.top_logprobs_num:
-                top.append((rows[:, None] * k + np.arange(plan.top_logprobs_num)).ravel())
-            if plan.token_ids_logprob:
-                id_rows.append(np.repeat(rows, len(plan.token_ids_logprob)))
-                id_columns.append(np.tile(np.asarray(plan.token_ids_logprob, np.int64), n))
-            row += n
-        processed = np.repeat([plan.logprobs_mode == "processed" for plan in self.plans], self.counts)
-        empty = np.empty(0, np.int64)
-        return ScorePlan(
-            np.concatenate(self.rows),
+    def plan(self) -> tuple[ScorePlan | None, tuple[LogprobSlice, ...]]:
+        if not self.spans:
+            return None, ()
+        span, position, first, n = np.array(self.spans, np.int64).T  # [spans] each
+        k = np.array([plan.top_logprobs_num for plan in self.plans], np.int64)
+        ids = np.array([len(plan.token_ids_logprob) for plan in self.plans], np.int64)
+        row, top, id_start = (np.cumsum(size) - size for size in (n, n * k, n * ids))
+        packed = np.arange(n.sum())
+        largest = int(k.max())
+        processed = None
+        if not self.targets and any(plan.logprobs_mode == "processed" for plan in self.plans):  # input logprobs are always raw
+            processed = np.repeat([plan.logprobs_mode == "processed" for plan in self.plans], n)
+        columns = [token for plan, rows in zip(self.plans, n.tolist(), strict=True) for token in plan.token_ids_logprob * rows]
+        score = ScorePlan(
+            packed + np.repeat(first - row, n),
             np.concatenate(self.targets) if self.targets else None,
-            processed if not self.targets and processed.any() else None,  # input logprobs are always raw
-            k,
-            np.concatenate(top) if top else empty,
-            np.concatenate(id_rows) if id_rows else empty,
-            np.concatenate(id_columns) if id_columns else empty,
+            processed,
+            largest,
+            np.flatnonzero(np.arange(largest) < np.repeat(k, n)[:, None]),
+            np.repeat(packed, np.repeat(ids, n)),
+            np.array(columns, np.int64),
         )
+        fields = (part.tolist() for part in (span, position, n, k, ids, row, top, id_start))
+        return score, tuple(map(LogprobSlice._make, zip(*fields, strict=True)))
 
 
 class _Taps:
@@ -213,23 +199,17 @@ def plan_outputs(
         if plan.return_logprob:
             first, last = max(start, request.logprob_next), min(end, request.prompt_len - 1)
             if first < last:
-                rows = np.arange(offset + first - start, offset + last - start)
-                input_token.add(span, plan, rows, request.prompt[first + 1 : last + 1].astype(np.int64), first + 1)
+                input_token.add(span, plan, offset + first - start, last - first, first + 1)
+                input_token.targets.append(request.prompt[first + 1 : last + 1].astype(np.int64))
                 request.logprob_next = last
             if sample:
-                next_token.add(span, plan, np.array([sample_row]), None, end)
+                next_token.add(span, plan, sample_row, 1, end)
         offset += length
         sample_row += sample
     taps = TapPlan(copied.plan(), kept.plan()) if copied.slices or kept.slices else None
-    return OutputLayout(
-        taps,
-        next_token.plan(),
-        input_token.plan(),
-        tuple(next_token.slices),
-        tuple(input_token.slices),
-        tuple(copied.slices),
-        tuple(kept.slices),
-    )
+    next_score, next_slices = next_token.plan()
+    input_score, input_slices = input_token.plan()
+    return OutputLayout(taps, next_score, input_score, next_slices, input_slices, tuple(copied.slices), tuple(kept.slices))
 
 
 def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int, sample: bool, copied: _Taps, kept: _Taps) -> None:
