@@ -209,7 +209,6 @@ def main() -> None:
     tokenizer = Tokenizer.from_source(
         model.tokenizer, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos
     )
-    model.weights.clear()
     rows, data, target = [], [], 0.0
     for mode in MODES:
         for running in RUNNING:

@@ -27,6 +27,7 @@ from sidestream.engine.streams import Streams, open_streams
 from sidestream.errors import ConfigError
 from sidestream.messages import Outbound, Submit
 from sidestream.models.decoder import Decoder
+from sidestream.models.interpreter import Interpreter
 from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
 from sidestream.models.spec import DecoderSpec
 from sidestream.text.chat_template import ChatTemplate
@@ -98,13 +99,13 @@ def _build(
     started = time.perf_counter()
     model = load_model(config.model, dtype=dtype, device=device)
     spec = model.spec
-    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=sum(w.nbytes for w in model.weights.values()))
+    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=model.weights.nbytes)
     _log_model(model, dtype, size, config, time.perf_counter() - started)
     tokenizer = _tokenizer(model, config)
     running = config.max_running_requests or DEFAULT_RUNNING
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
 
-    decoder = Decoder(spec, model.weights, context=size.context)
+    decoder = build_interpreter(model, dtype, device, context=size.context)
     memory = DeviceMemory(
         spec, num_pages=size.num_pages, page_size=size.page_size, slots=running, context=size.context, dtype=dtype, device=device
     )
@@ -154,6 +155,18 @@ def _build(
         eos_token=_token(tokenizer, _first(model.eos_token_ids)),
     )
     return Assembled(loop, tokenizer, template, spec, limits, device, dtype, running, config.arena_memory, model.name)
+
+
+def build_interpreter(model: LoadedModel, dtype: torch.dtype, device: torch.device, *, context: int) -> Interpreter:
+    """The native interpreter where it can run the model, else PyTorch's."""
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        from sidestream.kernels.cpu.decoder import NativeDecoder, why_not
+
+        reason = why_not(model.spec)
+        if reason is None:
+            return NativeDecoder(model.spec, model.weights, context=context, threads=torch.get_num_threads())
+        log.info("cpu     the native backend is not used: %s", reason)
+    return Decoder(model.spec, model.weights, context=context)
 
 
 def pick_device(name: str) -> torch.device:

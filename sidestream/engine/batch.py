@@ -48,12 +48,6 @@ class Batch:
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
 
-    def token_rows(self) -> tuple[Ints, Ints]:
-        """(slot, position) of every token of the step, each [tokens]."""
-        offsets = np.cumsum(self.lengths) - self.lengths
-        positions = np.arange(self.num_tokens) + np.repeat(self.starts - offsets, self.lengths)
-        return np.repeat(self.slots, self.lengths), positions
-
     def sampled_rows(self) -> Ints:
         """Rows of the step's tokens that sample, [sampled]."""
         return (np.cumsum(self.lengths) - 1)[list(self.sampled)]

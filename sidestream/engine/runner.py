@@ -16,7 +16,7 @@ from sidestream.engine.memory import DeviceMemory
 from sidestream.engine.outputs import LogitsProcessorOutput, LogprobBlock, ScorePlan, TapGroup
 from sidestream.engine.sampling import sample, score, score_in_pieces
 from sidestream.engine.streams import Launched, Streams
-from sidestream.models.decoder import Decoder, ForwardInputs, Tap, plan_attention
+from sidestream.models.interpreter import Interpreter, Spans, Tap
 
 Masks = npt.NDArray[np.uint32]
 
@@ -24,7 +24,7 @@ Masks = npt.NDArray[np.uint32]
 class Runner:
     """Runs batches, in order. All methods with a leading underscore run on the compute stream."""
 
-    def __init__(self, decoder: Decoder, memory: DeviceMemory, streams: Streams, copies: Copies) -> None:
+    def __init__(self, decoder: Interpreter, memory: DeviceMemory, streams: Streams, copies: Copies) -> None:
         self.decoder = decoder
         self.memory = memory
         self.streams = streams
@@ -56,7 +56,8 @@ class Runner:
         taps = batch.outputs.taps
         copied = [self._tap(group) for group in taps.copied] if taps else []
         kept = [self._tap(group) for group in taps.kept] if taps else []
-        hidden = self.decoder.forward(self._inputs(batch), self.memory.keys, self.memory.values, copied + kept)
+        spans = Spans(batch.slots, batch.starts, batch.lengths)
+        hidden, logits = self.decoder.forward(spans, self.memory, copied + kept, batch.sampled_rows() if batch.sampled else None)
         final_layer = self.decoder.spec.num_layers
         result = GenerationBatchResult(
             logits_output=LogitsProcessorOutput(
@@ -70,8 +71,7 @@ class Runner:
             sampled_rows=len(batch.sampled),
             final_bytes=sum(tap.out[:, :1].nbytes * tap.layers.count(final_layer) for tap in copied),
         )
-        if batch.sampled:
-            logits = self.decoder.logits(hidden[self.memory.upload(batch.sampled_rows())])  # [sampled, vocabulary] float32
+        if logits is not None:  # [sampled, vocabulary] float32
             sample_now = partial(self._sample, batch, logits)
             if batch.has_constraint and masks is None:
                 result.delay_sample_func = sample_now
@@ -114,18 +114,7 @@ class Runner:
             return None
         return score_in_pieces(wanted, hidden, self.decoder.logits, self.decoder.spec.vocab_size, self.memory.upload)
 
-    def _inputs(self, batch: Batch) -> ForwardInputs:
-        memory = self.memory
-        slots, positions = map(memory.upload, batch.token_rows())  # [tokens] each
-        size = memory.page_size
-        return ForwardInputs(
-            token_ids=memory.token_table[slots, positions],
-            positions=positions,
-            cache_rows=memory.page_table[slots, positions // size].long() * size + positions % size,
-            groups=plan_attention(self.decoder.spec, memory.page_table, size, batch.slots, batch.starts, batch.lengths, memory.upload),
-        )
-
     def _tap(self, group: TapGroup) -> Tap:
         dtype = self.decoder.dtype if group.dtype == "model" else getattr(torch, group.dtype)
         shape = (len(group.rows), len(group.layers), self.decoder.spec.hidden_size)
-        return Tap(self.memory.upload(group.rows), group.layers, torch.empty(shape, dtype=dtype, device=self.decoder.device))
+        return Tap(group.rows, group.layers, torch.empty(shape, dtype=dtype, device=self.decoder.device))

@@ -1,4 +1,4 @@
-"""The torch interpreter of a `DecoderSpec`: one forward over the token spans of a step, attention over gathered KV pages.
+"""The PyTorch interpreter of a `DecoderSpec`: one forward over the token spans of a step, attention over gathered KV pages.
 
 It knows no architecture by name; what a model does is in its spec. Runs eagerly on the CPU and on CUDA.
 """
@@ -6,31 +6,19 @@ It knows no architecture by name; what a model does is in its spec. Runs eagerly
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sidestream.models.interpreter import Forwarded, Ints, Memory, Spans, Tap
 from sidestream.models.rope import rope_table
 from sidestream.models.spec import DecoderSpec
 
-Ints = npt.NDArray[np.int64]
-Upload = Callable[[npt.NDArray[np.generic]], Tensor]
-
 WIDENED_ROWS = 256  # of the LM head are float32 at a time on a CPU: few enough to stay in a core's cache until they are multiplied
-
-
-class Tap(NamedTuple):
-    """Rows to keep while the forward runs. `out[:, j]` receives layer `layers[j]` of `rows`, converted to its dtype."""
-
-    rows: Tensor  # [n] int64
-    layers: tuple[int, ...]
-    out: Tensor  # [n, layers, hidden]
 
 
 class AttentionGroup(NamedTuple):
@@ -44,42 +32,22 @@ class AttentionGroup(NamedTuple):
     mask: dict[int | None, Tensor | None]  # by window: [spans, 1, queries, context] bool; None: causal, a prompt from its start
 
 
-@dataclass(frozen=True)
-class ForwardInputs:
-    """Device tensors of one step."""
-
-    token_ids: Tensor  # [tokens] int32
-    positions: Tensor  # [tokens] int64
-    cache_rows: Tensor  # [tokens] int64, where in the pool each token's key and value go
-    groups: tuple[AttentionGroup, ...]
-
-
-def plan_attention(
-    spec: DecoderSpec, page_table: Tensor, page_size: int, slots: Ints, starts: Ints, lengths: Ints, upload: Upload
-) -> tuple[AttentionGroup, ...]:
+def plan_attention(spec: DecoderSpec, spans: Spans, memory: Memory) -> tuple[AttentionGroup, ...]:
     """Group the spans of a step: host numbers say the shapes, the page table on the device says where the keys are."""
+    slots, starts, lengths = spans
     offsets = np.cumsum(lengths) - lengths
     groups = []
     for i in np.flatnonzero(lengths > 1):
         rows = slice(int(offsets[i]), int(offsets[i] + lengths[i]))
-        groups.append(_group(spec, page_table, page_size, slots[i : i + 1], starts[i : i + 1], int(lengths[i]), rows, upload))
+        groups.append(_group(spec, memory, slots[i : i + 1], starts[i : i + 1], int(lengths[i]), rows))
     single = np.flatnonzero(lengths == 1)
     if len(single):
-        rows_of_single = upload(offsets[single])
-        groups.append(_group(spec, page_table, page_size, slots[single], starts[single], 1, rows_of_single, upload))
+        groups.append(_group(spec, memory, slots[single], starts[single], 1, memory.upload(offsets[single])))
     return tuple(groups)
 
 
-def _group(
-    spec: DecoderSpec,
-    page_table: Tensor,
-    page_size: int,
-    slots: Ints,
-    starts: Ints,
-    queries: int,
-    rows: Tensor | slice,
-    upload: Upload,
-) -> AttentionGroup:
+def _group(spec: DecoderSpec, memory: Memory, slots: Ints, starts: Ints, queries: int, rows: Tensor | slice) -> AttentionGroup:
+    page_table, page_size, upload = memory.page_table, memory.page_size, memory.upload
     device, context = page_table.device, int(starts.max()) + queries
     first = upload(starts)[:, None]  # [spans, 1]
     column = torch.arange(context, device=device)
@@ -99,8 +67,15 @@ def _group(
     return AttentionGroup(rows, queries, index.flatten(), len(slots), context, masks)
 
 
+def token_rows(spans: Spans) -> tuple[Ints, Ints]:
+    """(slot, position) of every token of a step, each [tokens]."""
+    slots, starts, lengths = spans
+    offsets = np.cumsum(lengths) - lengths
+    return np.repeat(slots, lengths), np.arange(int(lengths.sum())) + np.repeat(starts - offsets, lengths)
+
+
 class Decoder:
-    """Weights of one model and the forward over them. weights: canonical names, [out, in] matrices; consumed (fused in place)."""
+    """The interpreter in PyTorch operations. weights: canonical names, [out, in] matrices of one dtype and device."""
 
     def __init__(self, spec: DecoderSpec, weights: Mapping[str, Tensor], *, context: int) -> None:
         self.spec = spec
@@ -110,23 +85,29 @@ class Decoder:
         cos, sin = rope_table(spec.rope, context)
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)  # [context, rotary/2] float32
 
-    def forward(self, inputs: ForwardInputs, keys: Tensor, values: Tensor, taps: Sequence[Tap]) -> Tensor:
-        """Run all layers; write keys and values of the step into the pool. Returns the normed last layer, [tokens, hidden]."""
+    def forward(self, spans: Spans, memory: Memory, taps: Sequence[Tap] = (), logit_rows: Ints | None = None) -> Forwarded:
+        """See `Interpreter`."""
         spec, w = self.spec, self.weights
-        x = F.embedding(inputs.token_ids, self.embed)  # [tokens, hidden]
+        slots, positions = map(memory.upload, token_rows(spans))  # [tokens] each
+        size = memory.page_size
+        cache_rows = memory.page_table[slots, positions // size].long() * size + positions % size
+        groups = plan_attention(spec, spans, memory)
+        tapped = [(memory.upload(tap.rows), tap) for tap in taps]
+        x = F.embedding(memory.token_table[slots, positions], self.embed)  # [tokens, hidden]
         if spec.embedding_scale != 1.0:
             x = x * spec.embedding_scale
-        cos, sin = self.cos[inputs.positions][:, None], self.sin[inputs.positions][:, None]  # [tokens, 1, rotary/2]
-        self._tap(taps, 0, x)
+        cos, sin = self.cos[positions][:, None], self.sin[positions][:, None]  # [tokens, 1, rotary/2]
+        self._tap(tapped, 0, x)
         for i in range(spec.num_layers):
             p = f"layers.{i}."
-            x = x + self._attention(p, i, self._norm(x, w[p + "attn_norm"]), cos, sin, inputs, keys[i], values[i])
+            keys, values = memory.keys[i], memory.values[i]
+            x = x + self._attention(p, i, self._norm(x, w[p + "attn_norm"]), cos, sin, cache_rows, groups, keys, values)
             x = x + self._mlp(p, self._norm(x, w[p + "mlp_norm"]))
             if i + 1 < spec.num_layers:
-                self._tap(taps, i + 1, x)
+                self._tap(tapped, i + 1, x)
         x = self._norm(x, w["final_norm"])
-        self._tap(taps, spec.num_layers, x)
-        return x
+        self._tap(tapped, spec.num_layers, x)
+        return Forwarded(x, None if logit_rows is None or not len(logit_rows) else self.logits(x[memory.upload(logit_rows)]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the final norm -> [rows, vocabulary] float32."""
@@ -134,7 +115,16 @@ class Decoder:
         return logits if self.spec.logit_scale == 1.0 else logits * self.spec.logit_scale
 
     def _attention(
-        self, p: str, i: int, x: Tensor, cos: Tensor, sin: Tensor, inputs: ForwardInputs, keys: Tensor, values: Tensor
+        self,
+        p: str,
+        i: int,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        cache_rows: Tensor,
+        groups: Sequence[AttentionGroup],
+        keys: Tensor,
+        values: Tensor,
     ) -> Tensor:
         spec, w = self.spec, self.weights
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -143,10 +133,10 @@ class Decoder:
         if spec.qk_norm:
             q, k = self._norm(q, w[p + "q_norm"]), self._norm(k, w[p + "k_norm"])
         q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
-        keys.index_copy_(0, inputs.cache_rows, k)
-        values.index_copy_(0, inputs.cache_rows, v)
+        keys.index_copy_(0, cache_rows, k)
+        values.index_copy_(0, cache_rows, v)
         out = torch.empty_like(q)
-        for group in inputs.groups:
+        for group in groups:
             out[group.rows] = self._attend(q[group.rows], keys[group.cache_index], values[group.cache_index], group, i)
         return F.linear(out.flatten(1), w[p + "o"], w.get(p + "o_bias"))
 
@@ -188,10 +178,10 @@ class Decoder:
         return rotated if rotary == x.shape[-1] else torch.cat((rotated, x[..., rotary:]), -1)
 
     @staticmethod
-    def _tap(taps: Sequence[Tap], layer: int, x: Tensor) -> None:
-        for tap in taps:
+    def _tap(taps: Sequence[tuple[Tensor, Tap]], layer: int, x: Tensor) -> None:
+        for wanted_rows, tap in taps:
             if layer in tap.layers:
-                rows = x[tap.rows]
+                rows = x[wanted_rows]
                 for j, wanted in enumerate(tap.layers):
                     if wanted == layer:
                         tap.out[:, j].copy_(rows)

@@ -175,17 +175,30 @@ class GGUFFile:
                 hint=f"Supported types: {supported}. Convert the file with llama-quantize, or take another variant of the model.",
             )
 
+    def type_name(self, name: str) -> str:
+        return type_name(self.tensors[name].type_id)
+
     def read_into(self, name: str, out: Tensor, *, interleaved_heads: int | None = None) -> None:
         """Dequantise a tensor into `out`; its rows are put back in order if they are interleaved within that many heads."""
         self.check_type(name)
+        dequantize_into(self._stored_rows(name, interleaved_heads).reshape(-1), SUPPORTED[self.tensors[name].type_id], out)
+
+    def blocks(self, name: str, *, interleaved_heads: int | None = None) -> Tensor | None:
+        """The bytes of a quantised matrix, [out, bytes of a row]; None for plain types. Mapped, unless rows are put back in order."""
+        self.check_type(name)
+        plain = SUPPORTED[self.tensors[name].type_id].dtype is not None
+        return None if plain else self._stored_rows(name, interleaved_heads)
+
+    def _stored_rows(self, name: str, interleaved_heads: int | None) -> Tensor:
+        """[out, bytes of a row] uint8; a vector has rows of one element. Whole blocks only for matrices."""
         tensor = self.tensors[name]
         assert tensor.num_bytes is not None
-        raw = torch.from_numpy(self._data[tensor.offset : tensor.offset + tensor.num_bytes])  # uint8, mapped
-        if interleaved_heads is not None:
-            # On the stored rows: they are the smallest form, and it is the same for each type.
-            rows = tensor.shape[0]
-            raw = raw.view(interleaved_heads, rows // interleaved_heads // 2, 2, -1).transpose(1, 2).reshape(-1)
-        dequantize_into(raw, SUPPORTED[tensor.type_id], out)
+        rows = tensor.shape[0]
+        raw = torch.from_numpy(self._data[tensor.offset : tensor.offset + tensor.num_bytes]).view(rows, -1)  # uint8, mapped
+        if interleaved_heads is None:
+            return raw
+        # On the stored rows: they are the smallest form, and it is the same for each type.
+        return raw.view(interleaved_heads, rows // interleaved_heads // 2, 2, -1).transpose(1, 2).reshape(rows, -1)
 
 
 def _num_bytes(name: str, type_id: int, shape: tuple[int, ...]) -> int | None:

@@ -148,8 +148,9 @@ class Safetensors:
                 hint=f"Supported types: {', '.join(DTYPES)}.",
             )
 
-    def read_into(self, name: str, out: Tensor) -> None:
+    def read_into(self, name: str, out: Tensor, *, interleaved_heads: int | None = None) -> None:
         """Convert a tensor into `out`. Also if nothing changes it is a copy: weights must not change with the file."""
+        assert interleaved_heads is None, "only GGUF interleaves rows"
         self.check_type(name)
         out.copy_(self._files[name].get_tensor(name))
 

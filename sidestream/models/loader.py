@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -45,20 +45,28 @@ class TokenizerSource:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `weights` has the canonical names of `DecoderSpec.weight_shapes`, contiguous, one dtype, one device."""
+    """A model, checked completely; its weights are read one by one, by whoever keeps them."""
 
     name: str
     path: Path
     format: str  # "GGUF Q4_1", "safetensors bfloat16"
     file_bytes: int
     spec: DecoderSpec
-    weights: dict[str, Tensor]
+    weights: Weights
     tokenizer: TokenizerSource
     chat_template: str | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool | None  # None: the files do not say
     generation_defaults: Mapping[str, Any]
+
+
+class QuantizedWeight(NamedTuple):
+    """A matrix in the blocks of a GGUF file: [out, bytes of a row] uint8, its rows in the order of the computation."""
+
+    type: str  # "Q4_0", "Q4_1" or "Q8_0"
+    blocks: Tensor
+    shape: tuple[int, ...]  # [out, in]
 
 
 class _Source(Protocol):
@@ -72,7 +80,71 @@ class _Source(Protocol):
     @property
     def format(self) -> str: ...
     def check_type(self, name: str) -> None: ...
-    def read_into(self, name: str, out: Tensor) -> None: ...
+    def read_into(self, name: str, out: Tensor, *, interleaved_heads: int | None = None) -> None: ...
+
+
+class Weights(Mapping[str, Tensor]):
+    """The weights of a model by the canonical names of `DecoderSpec.weight_shapes`. Names, shapes and types are checked here, the data is
+    read at each access, so that a model is never in memory twice.
+
+    `weights[name]` is a contiguous tensor of one dtype on one device, and the caller's own.
+    """
+
+    def __init__(
+        self,
+        source: _Source,
+        names: Mapping[str, str],
+        interleaved: frozenset[str],
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        ignored: set[str],
+    ) -> None:
+        self._source, self._spec, self._dtype, self._device, self._interleaved = source, spec, dtype, device, interleaved
+        self._shapes = spec.weight_shapes()
+        self._stored = {name: stored_name(names, name) for name in self._shapes}
+        _check_names(source, set(self._stored.values()), ignored)
+        for name, shape in self._shapes.items():
+            stored = self._stored[name]
+            if source.shapes[stored] != shape:
+                found = list(source.shapes[stored])
+                raise ModelError(f"{source.path}: tensor {stored!r} has shape {found}, the configuration says {list(shape)}")
+            source.check_type(stored)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, self._dtype)
+
+    def read(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight in another dtype than the model's."""
+        out = torch.empty(self._shapes[name], dtype=dtype, device=self._device)
+        self._source.read_into(self._stored[name], out, interleaved_heads=self._heads(name))
+        return out
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._shapes)
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights in the dtype they are read as."""
+        return self._spec.num_parameters * self._dtype.itemsize
+
+    def quantized(self, name: str) -> QuantizedWeight | None:
+        """The matrix as the file stores it, without a copy where its rows are in order; None for a weight that is not quantised."""
+        if not isinstance(self._source, GGUFFile):
+            return None
+        stored = self._stored[name]
+        blocks = self._source.blocks(stored, interleaved_heads=self._heads(name))
+        return None if blocks is None else QuantizedWeight(self._source.type_name(stored), blocks, self._shapes[name])
+
+    def _heads(self, name: str) -> int | None:
+        """Heads whose rotary halves the file interleaves."""
+        return self._shapes[name][0] // self._spec.head_dim if weight_kind(name)[0] in self._interleaved else None
 
 
 def resolve_model(model: str) -> Path:
@@ -138,9 +210,9 @@ def read_spec(model: str) -> DecoderSpec:
 
 
 def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Read a model completely. Raises `ModelError` naming what is missing, malformed or not supported.
+    """Open a model. Raises `ModelError` naming what is missing, malformed or not supported.
 
-    Each tensor is converted on its own straight to `dtype`, so memory peaks at the weights plus the pages of the mapped file.
+    dtype, device: what its weights are converted to, each on its own, when they are read.
     """
     path = resolve_model(model)
     name = model if model in hub.ALIASES or _local(model) is None else path.resolve().name.removesuffix(".gguf")
@@ -186,7 +258,7 @@ def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.d
         format=source.format,
         file_bytes=source.file_bytes,
         spec=spec,
-        weights=_read_weights(source, architecture.HUGGINGFACE_NAMES, frozenset(), spec, dtype, device, ignored),
+        weights=Weights(source, architecture.HUGGINGFACE_NAMES, frozenset(), spec, dtype, device, ignored),
         tokenizer=TokenizerSource(tokenizer_json, None, tokenizer_config),
         chat_template=hf.read_chat_template(path, tokenizer_config),
         eos_token_ids=hf.eos_token_ids(path, generation, config, tokenizer_config=tokenizer_config),
@@ -228,7 +300,7 @@ def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) 
         format=file.format,
         file_bytes=file.file_bytes,
         spec=spec,
-        weights=_read_weights(file, architecture.GGUF_NAMES, architecture.GGUF_INTERLEAVED, spec, dtype, device, set()),
+        weights=Weights(file, architecture.GGUF_NAMES, architecture.GGUF_INTERLEAVED, spec, dtype, device, set()),
         tokenizer=TokenizerSource(None, {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}, {}),
         chat_template=template if isinstance(template, str) else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
@@ -236,37 +308,6 @@ def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) 
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         generation_defaults={field: metadata[key] for field, key in GGUF_SAMPLING_KEYS.items() if key in metadata},
     )
-
-
-def _read_weights(
-    source: _Source,
-    names: Mapping[str, str],
-    interleaved: frozenset[str],
-    spec: DecoderSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    ignored: set[str],
-) -> dict[str, Tensor]:
-    """All weights of the spec, checked for name, shape and type before the first is read."""
-    wanted = spec.weight_shapes()
-    stored = {name: stored_name(names, name) for name in wanted}
-    _check_names(source, set(stored.values()), ignored)
-    for name, shape in wanted.items():
-        found = source.shapes[stored[name]]
-        if found != shape:
-            raise ModelError(f"{source.path}: tensor {stored[name]!r} has shape {list(found)}, the configuration says {list(shape)}")
-        source.check_type(stored[name])
-    weights = {}
-    for name, shape in wanted.items():
-        weights[name] = torch.empty(shape, dtype=dtype, device=device)
-        kind = weight_kind(name)[0]
-        if kind in interleaved:
-            assert isinstance(source, GGUFFile)
-            heads = shape[0] // spec.head_dim
-            source.read_into(stored[name], weights[name], interleaved_heads=heads)
-        else:
-            source.read_into(stored[name], weights[name])
-    return weights
 
 
 def _check_names(source: _Source, wanted: set[str], ignored: set[str]) -> None:

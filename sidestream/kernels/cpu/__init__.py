@@ -1,0 +1,86 @@
+"""The native CPU backend: which of it this machine can use, and the functions that need no model.
+
+The extension gets addresses and trusts them; everything is checked here. It is built with the package, for several instruction sets at
+once, and one of them is chosen when it is first used. Without it (no compiler at installation) everything runs in PyTorch.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from importlib import import_module
+from types import ModuleType
+
+# torch goes first: the extension then shares the OpenMP runtime, and with it the team of threads, that torch has loaded.
+import torch
+from torch import Tensor
+
+from sidestream.errors import ConfigError
+
+_native: ModuleType | None
+WHY_NOT = ""
+try:
+    _native = import_module("sidestream.kernels.cpu._native")
+except ImportError as error:  # not built, or built for another Python
+    _native, WHY_NOT = None, str(error)
+
+ISA_VARIABLE = "SIDESTREAM_CPU_ISA"
+
+
+def native() -> ModuleType | None:
+    """The extension, if it is installed."""
+    return _native
+
+
+@functools.cache
+def _choose(wanted: str) -> str:
+    assert _native is not None
+    supported: list[str] = _native.supported()
+    if wanted and wanted not in supported:
+        raise ConfigError(f"{ISA_VARIABLE}: got {wanted!r}, this processor can run {', '.join(supported)}")
+    return wanted or supported[0]
+
+
+def isa() -> str:
+    """The instruction set in use: `avx512`, `avx2` or `portable`. Raises ConfigError if `SIDESTREAM_CPU_ISA` names another."""
+    return _choose(os.environ.get(ISA_VARIABLE, ""))
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest value of each row, the first of equal ones, -1 if all are NaN. [rows, n] float32 -> [rows] int64."""
+    rows, n = _check_rows(logits)
+    out = torch.empty(rows, dtype=torch.int64)
+    _extension().argmax(isa(), logits.data_ptr(), rows, n, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def logsumexp(logits: Tensor) -> Tensor:
+    """log(sum(exp(row))) of each row, the same bits whatever the other rows. [rows, n] float32 -> [rows] float32."""
+    rows, n = _check_rows(logits)
+    out = torch.empty(rows, dtype=torch.float32)
+    _extension().logsumexp(isa(), logits.data_ptr(), rows, n, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest values of each row, best first, of equal ones the lower index first: [rows, k] float32 and int32."""
+    rows, n = _check_rows(logits)
+    if not 1 <= k <= n:
+        raise ValueError(f"k: got {k}, must be from 1 to {n} (the length of a row)")
+    values, ids = torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int32)
+    _extension().top_k(isa(), logits.data_ptr(), rows, n, k, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
+    return values, ids
+
+
+def _extension() -> ModuleType:
+    if _native is None:
+        raise RuntimeError(f"the native CPU backend is not installed: {WHY_NOT}")
+    return _native
+
+
+def _check_rows(logits: Tensor) -> tuple[int, int]:
+    plain = logits.dtype == torch.float32 and logits.device.type == "cpu" and logits.is_contiguous()
+    if not plain or logits.dim() != 2 or not logits.shape[1]:
+        got = f"{tuple(logits.shape)} {logits.dtype} on {logits.device}"
+        raise ValueError(f"logits: got {got}, must be contiguous [rows, n] float32 on the CPU")
+    return logits.shape[0], logits.shape[1]

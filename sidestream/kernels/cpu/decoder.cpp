@@ -1,0 +1,450 @@
+#include "decoder.h"
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <unordered_map>
+
+namespace sidestream {
+
+namespace {
+
+int padded(int n) { return static_cast<int>(round_up(static_cast<std::size_t>(n), PANEL)); }
+
+int log2_of(int power) {
+    int n = 0;
+    while ((1 << n) < power) n++;
+    return n;
+}
+
+}  // namespace
+
+Decoder::Decoder(const Kernels& kernels_, Spec spec_, const float* cos, const float* sin, int context)
+    : kernels(kernels_), spec(std::move(spec_)), layers(static_cast<std::size_t>(spec.num_layers)) {
+    query_width_ = padded(spec.num_heads * spec.head_dim);
+    kv_width_ = padded(spec.num_kv_heads * spec.head_dim);
+    padded_hidden_ = padded(spec.hidden_size);
+    padded_attention_ = query_width_;
+    padded_intermediate_ = padded(spec.intermediate_size);
+    padded_head_ = padded(spec.head_dim);
+    group_size_ = spec.num_heads / spec.num_kv_heads;
+    tile_rows_ = std::max(1, MAX_QUERIES / group_size_);
+    const std::size_t widest = static_cast<std::size_t>(std::max({padded_hidden_, padded_attention_, padded_intermediate_}));
+    // Attention keeps, beside its own scratch, the queries and the running and the fresh part of each.
+    const std::size_t queries = static_cast<std::size_t>(std::max(MAX_QUERIES, group_size_));
+    const std::size_t attention = attend_scratch_bytes(static_cast<std::size_t>(spec.head_dim)) +
+                                  queries * (spec.head_dim * sizeof(bf16) + 2 * (padded_head_ + 2) * sizeof(float) + 2 * sizeof(int)) + 1024;
+    scratch_bytes_ = std::max(matmul_scratch_bytes(widest), attention);
+    const std::size_t half = static_cast<std::size_t>(spec.rotary) / 2 * context;
+    cos_.assign(cos, cos + half);
+    sin_.assign(sin, sin + half);
+}
+
+void Decoder::set_vector(float*& place, const float* values, int n) {
+    place = static_cast<float*>(arena.allocate(sizeof(float) * padded(n)));
+    std::fill(place, place + padded(n), 0.0f);
+    std::copy(values, values + n, place);
+}
+
+void Decoder::set_bias(Linear& linear, const std::vector<std::pair<const float*, int>>& parts, bool alternate) {
+    const int total = linear.panels() * PANEL;
+    linear.bias = static_cast<float*>(arena.allocate(sizeof(float) * total));
+    std::fill(linear.bias, linear.bias + total, 0.0f);
+    int at = 0;
+    const int count = static_cast<int>(parts.size());
+    for (int p = 0; p < count; p++) {
+        const auto [values, n] = parts[static_cast<std::size_t>(p)];
+        if (alternate) {
+            for (int i = 0; i < n; i++) linear.bias[(i / PANEL * count + p) * PANEL + i % PANEL] = values[i];
+        } else {
+            std::copy(values, values + n, linear.bias + at);
+            at += padded(n);
+        }
+    }
+}
+
+void Decoder::reserve(int tokens, int logit_rows, int threads) {
+    const std::size_t n = static_cast<std::size_t>(std::max(tokens, logit_rows)), m = static_cast<std::size_t>(tokens);
+    const int width = std::max(padded_hidden_, padded_attention_);
+    x_.reserve(m * padded_hidden_);
+    normed_.reserve(n * padded_hidden_);
+    sums_.reserve(n * width / GROUP);
+    qkv_.reserve(m * (query_width_ + 2 * kv_width_));
+    q_.reserve(m * spec.num_heads * spec.head_dim);
+    attended_.reserve(m * padded_attention_);
+    act_.reserve(m * padded_intermediate_);
+    act_sums_.reserve(m * padded_intermediate_ / GROUP);
+    head_rows_.reserve(static_cast<std::size_t>(logit_rows) * padded_hidden_);
+    const std::size_t parts = static_cast<std::size_t>(num_parts_) * spec.num_heads;
+    parts_.reserve(parts * padded_head_);
+    part_max_.reserve(parts);
+    part_sum_.reserve(parts);
+    if (scratch_.size() < static_cast<std::size_t>(threads)) scratch_.resize(static_cast<std::size_t>(threads));
+    for (Buffer<char>& buffer : scratch_) buffer.reserve(scratch_bytes_);
+}
+
+// Who attends together. Spans of several tokens are cut into tiles of rows; single rows meet split by split, all that share the pages.
+void Decoder::plan(const Step& step) {
+    row_slot_.clear();
+    row_position_.clear();
+    part_offset_.clear();
+    tiles_.clear();
+    groups_.clear();
+    group_rows_.clear();
+    single_rows_.clear();
+    num_parts_ = 0;
+    for (int s = 0; s < step.num_spans; s++) {
+        const int start = static_cast<int>(step.starts[s]), length = static_cast<int>(step.lengths[s]), row = static_cast<int>(row_slot_.size());
+        for (int i = 0; i < length; i++) {
+            row_slot_.push_back(static_cast<int>(step.slots[s]));
+            row_position_.push_back(start + i);
+            part_offset_.push_back(-1);
+        }
+        if (length > 1) {
+            for (int i = 0; i < length; i += tile_rows_) tiles_.push_back({s, row + i, std::min(tile_rows_, length - i)});
+        } else if (length == 1) {
+            part_offset_.back() = num_parts_;
+            num_parts_ += start / SPLIT + 1;
+            single_rows_.push_back(row);
+        }
+    }
+    // The longest tiles first: what is left at the end is small.
+    std::stable_sort(tiles_.begin(), tiles_.end(), [&](const Tile& a, const Tile& b) { return row_position_[a.row] > row_position_[b.row]; });
+
+    const int pages_per_split = SPLIT / step.page_size;
+    std::vector<int> left = single_rows_;
+    std::unordered_map<int, std::vector<std::vector<int>>> by_page;
+    for (int split = 0; !left.empty(); split++) {
+        left.erase(std::remove_if(left.begin(), left.end(), [&](int row) { return row_position_[row] < split * SPLIT; }), left.end());
+        by_page.clear();
+        for (const int row : left) {
+            const int pages = std::min(pages_per_split, row_position_[row] / step.page_size + 1 - split * pages_per_split);
+            const std::int32_t* mine = step.page_table + row_slot_[row] * step.page_stride + split * pages_per_split;
+            std::vector<std::vector<int>>& candidates = by_page[mine[0]];
+            const auto same = [&](const std::vector<int>& group) {
+                const int other = group.front();
+                const int others = std::min(pages_per_split, row_position_[other] / step.page_size + 1 - split * pages_per_split);
+                return others == pages && static_cast<int>(group.size()) < tile_rows_ &&
+                       !std::memcmp(mine, step.page_table + row_slot_[other] * step.page_stride + split * pages_per_split, sizeof(*mine) * pages);
+            };
+            const auto found = std::find_if(candidates.begin(), candidates.end(), same);
+            if (found != candidates.end())
+                found->push_back(row);
+            else
+                candidates.push_back({row});
+        }
+        for (const auto& [page, candidates] : by_page)
+            for (const std::vector<int>& rows : candidates) {
+                groups_.push_back({split, static_cast<int>(group_rows_.size()), static_cast<int>(rows.size())});
+                group_rows_.insert(group_rows_.end(), rows.begin(), rows.end());
+            }
+    }
+}
+
+// Called by every thread of the team; returns when all of them are done.
+void Decoder::linear(const Linear& w, const MatmulJob& job, void* scratch) const {
+    const int panels = w.panels(), threads = omp_get_num_threads();
+    int block = std::min(4, std::max(1, panels / (threads * 4)));
+    if (job.epilogue == Epilogue::GATE_UP) block = block < 2 ? 2 : block / 2 * 2;
+    const int blocks = (panels + block - 1) / block;
+#pragma omp for schedule(dynamic, 1)
+    for (int b = 0; b < blocks; b++) {
+        int begin = b * block, end = std::min(panels, begin + block), first = 0;
+        for (const Matrix& part : w.parts) {
+            if (begin < first + part.panels && end > first) {
+                MatmulJob mine = job;
+                mine.w = &part;
+                if (job.y) mine.y = job.y + static_cast<std::ptrdiff_t>(first) * PANEL;
+                mine.bias = w.bias ? w.bias + static_cast<std::ptrdiff_t>(first) * PANEL : nullptr;
+                kernels.matmul(mine, std::max(0, begin - first), std::min(part.panels, end - first), scratch);
+            }
+            first += part.panels;
+        }
+    }
+}
+
+KVView Decoder::view(const Step& step, int layer, int slot, int head) const {
+    const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(spec.num_kv_heads) * spec.head_dim;
+    const std::ptrdiff_t at = layer * step.layer_stride + static_cast<std::ptrdiff_t>(head) * spec.head_dim;
+    return {step.keys + at, step.values + at, stride, step.page_table + slot * step.page_stride, log2_of(step.page_size)};
+}
+
+namespace {
+
+// A thread's scratch during attention, cut up.
+struct Carve {
+    char* at;
+    template <class T> T* take(std::size_t count) {
+        T* p = reinterpret_cast<T*>(at);
+        at += round_up(count * sizeof(T), 64);
+        return p;
+    }
+};
+
+}  // namespace
+
+void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch) {
+    const int dim = spec.head_dim, queries = tile.count * group_size_, window = spec.windows[layer];
+    Carve carve{scratch};
+    void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
+    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * dim);
+    int* first = carve.take<int>(queries);
+    int* last = carve.take<int>(queries);
+    float* max = carve.take<float>(queries);
+    float* sum = carve.take<float>(queries);
+    float* acc = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
+    float* part_max = carve.take<float>(queries);
+    float* part_sum = carve.take<float>(queries);
+    float* part = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
+    for (int i = 0; i < tile.count; i++) {
+        const int row = tile.row + i, position = row_position_[row];
+        const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(row) * spec.num_heads + head * group_size_) * dim;
+        std::memcpy(q + static_cast<std::ptrdiff_t>(i) * group_size_ * dim, from, sizeof(bf16) * group_size_ * dim);
+        for (int j = 0; j < group_size_; j++) {
+            first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
+            last[i * group_size_ + j] = position;
+        }
+    }
+    std::fill(max, max + queries, -__builtin_inff());
+    std::fill(sum, sum + queries, 0.0f);
+    std::fill(acc, acc + static_cast<std::ptrdiff_t>(queries) * padded_head_, 0.0f);
+    AttendJob job{view(step, layer, row_slot_[tile.row], head), 0, dim, padded_head_, queries, q, first, last, spec.attention_scale, part_max, part_sum, part, inner};
+    for (job.split = first[0] / SPLIT; job.split <= last[queries - 1] / SPLIT; job.split++) {
+        kernels.attend(job);
+        for (int i = 0; i < queries; i++)
+            kernels.merge(part_max[i], part_sum[i], part + i * padded_head_, padded_head_, max + i, sum + i, acc + i * padded_head_);
+    }
+    for (int i = 0; i < tile.count; i++)
+        for (int j = 0; j < group_size_; j++) {
+            const int n = i * group_size_ + j;
+            kernels.finish(acc + n * padded_head_, sum[n], dim,
+                           attended_.get() + static_cast<std::ptrdiff_t>(tile.row + i) * padded_attention_ + (head * group_size_ + j) * dim);
+        }
+}
+
+void Decoder::attend_group(const Step& step, int layer, const Group& group, int head, char* scratch) {
+    const int dim = spec.head_dim, queries = group.count * group_size_, window = spec.windows[layer];
+    Carve carve{scratch};
+    void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
+    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * dim);
+    int* first = carve.take<int>(queries);
+    int* last = carve.take<int>(queries);
+    float* max = carve.take<float>(queries);
+    float* sum = carve.take<float>(queries);
+    float* part = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
+    const int* rows = group_rows_.data() + group.begin;
+    for (int i = 0; i < group.count; i++) {
+        const int position = row_position_[rows[i]];
+        const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(rows[i]) * spec.num_heads + head * group_size_) * dim;
+        std::memcpy(q + static_cast<std::ptrdiff_t>(i) * group_size_ * dim, from, sizeof(bf16) * group_size_ * dim);
+        for (int j = 0; j < group_size_; j++) {
+            first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
+            last[i * group_size_ + j] = position;
+        }
+    }
+    kernels.attend({view(step, layer, row_slot_[rows[0]], head), group.split, dim, padded_head_, queries, q, first, last, spec.attention_scale, max, sum, part, inner});
+    for (int i = 0; i < group.count; i++)
+        for (int j = 0; j < group_size_; j++) {
+            const int n = i * group_size_ + j;
+            const std::ptrdiff_t to = (part_offset_[rows[i]] + group.split) * spec.num_heads + head * group_size_ + j;
+            part_max_.get()[to] = max[n];
+            part_sum_.get()[to] = sum[n];
+            std::memcpy(parts_.get() + to * padded_head_, part + n * padded_head_, sizeof(float) * padded_head_);
+        }
+}
+
+void Decoder::merge_row(int row) {
+    const int splits = row_position_[row] / SPLIT + 1;
+    for (int h = 0; h < spec.num_heads; h++) {
+        float max = -__builtin_inff(), sum = 0.0f, acc[1024];
+        std::fill(acc, acc + padded_head_, 0.0f);
+        for (int s = 0; s < splits; s++) {
+            const std::ptrdiff_t from = (part_offset_[row] + s) * spec.num_heads + h;
+            kernels.merge(part_max_.get()[from], part_sum_.get()[from], parts_.get() + from * padded_head_, padded_head_, &max, &sum, acc);
+        }
+        kernels.finish(acc, sum, spec.head_dim, attended_.get() + static_cast<std::ptrdiff_t>(row) * padded_attention_ + h * spec.head_dim);
+    }
+}
+
+void Decoder::attention(const Step& step, int layer, char* scratch) {
+    const int heads = spec.num_kv_heads, tiles = static_cast<int>(tiles_.size()) * heads, items = tiles + static_cast<int>(groups_.size()) * heads;
+#pragma omp for schedule(dynamic, 1)
+    for (int i = 0; i < items; i++) {
+        if (i < tiles)
+            attend_tile(step, layer, tiles_[i / heads], i % heads, scratch);
+        else
+            attend_group(step, layer, groups_[(i - tiles) / heads], (i - tiles) % heads, scratch);
+    }
+    const int rows = static_cast<int>(row_slot_.size());
+#pragma omp for schedule(dynamic, 16)
+    for (int r = 0; r < rows; r++) {
+        if (part_offset_[r] >= 0) merge_row(r);
+        kernels.group_sums(attended_.get() + static_cast<std::ptrdiff_t>(r) * padded_attention_, padded_attention_,
+                           sums_.get() + static_cast<std::ptrdiff_t>(r) * (padded_attention_ / GROUP));
+    }
+}
+
+// Rows that somebody wants of this layer. normed: the last layer, whose rows are the input of the head.
+void Decoder::write_taps(const Step& step, int layer, bool normed) {
+    for (const Tap& tap : step.taps) {
+        const int width = static_cast<int>(tap.layers.size());
+        if (std::find(tap.layers.begin(), tap.layers.end(), layer) == tap.layers.end()) continue;
+        const std::size_t bytes = static_cast<std::size_t>(spec.hidden_size) * (tap.type == RowType::F32 ? 4 : 2);
+#pragma omp for schedule(dynamic, 16)
+        for (int i = 0; i < tap.num_rows; i++) {
+            const std::ptrdiff_t row = tap.rows[i];
+            const float* from = x_.get() + row * padded_hidden_;
+            std::vector<float> wide;
+            if (normed) {
+                wide.resize(static_cast<std::size_t>(spec.hidden_size));
+                kernels.widen(normed_.get() + row * padded_hidden_, spec.hidden_size, wide.data());
+                from = wide.data();
+            }
+            for (int j = 0; j < width; j++)
+                if (tap.layers[j] == layer)
+                    kernels.convert(from, spec.hidden_size, tap.type, static_cast<char*>(tap.out) + (static_cast<std::size_t>(i) * width + j) * bytes);
+        }
+    }
+}
+
+void Decoder::forward(const Step& step, int threads) {
+    plan(step);
+    const int tokens = static_cast<int>(row_slot_.size()), heads = spec.num_heads, kv_heads = spec.num_kv_heads, dim = spec.head_dim;
+    reserve(tokens, step.num_logit_rows, threads);
+    const int qkv_width = query_width_ + 2 * kv_width_, half = spec.rotary / 2;
+    const int page_shift = log2_of(step.page_size), in_page = step.page_size - 1;
+    const std::ptrdiff_t kv_stride = static_cast<std::ptrdiff_t>(kv_heads) * dim;
+    const Linear& head_matrix = head.parts.empty() ? embedding : head;
+
+    MatmulJob base{};
+    base.rows = tokens;
+    base.scale = 1.0f;
+    base.activation = spec.activation;
+    MatmulJob from_normed = base;
+    from_normed.x = normed_.get();
+    from_normed.ldx = padded_hidden_;
+    from_normed.sums = sums_.get();
+    from_normed.ldsums = padded_hidden_ / GROUP;
+
+    MatmulJob qkv = from_normed;
+    qkv.epilogue = Epilogue::STORE;
+    qkv.y = qkv_.get();
+    qkv.ldy = qkv_width;
+    MatmulJob o = base;
+    o.x = attended_.get();
+    o.ldx = padded_attention_;
+    o.sums = sums_.get();
+    o.ldsums = padded_attention_ / GROUP;
+    o.epilogue = Epilogue::ADD;
+    o.y = x_.get();
+    o.ldy = padded_hidden_;
+    MatmulJob gate_up = from_normed;
+    gate_up.epilogue = Epilogue::GATE_UP;
+    gate_up.act = act_.get();
+    gate_up.ldact = padded_intermediate_;
+    gate_up.act_sums = act_sums_.get();
+    MatmulJob down = o;
+    down.x = act_.get();
+    down.ldx = padded_intermediate_;
+    down.sums = act_sums_.get();
+    down.ldsums = padded_intermediate_ / GROUP;
+
+    const auto norm_rows = [&](const float* weight) {
+#pragma omp for schedule(dynamic, 16)
+        for (int r = 0; r < tokens; r++)
+            kernels.rms_norm(x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, weight, spec.norm_eps, spec.hidden_size,
+                             normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, sums_.get() + static_cast<std::ptrdiff_t>(r) * (padded_hidden_ / GROUP));
+    };
+
+#pragma omp parallel num_threads(threads)
+    {
+        char* scratch = scratch_[static_cast<std::size_t>(omp_get_thread_num())].get();
+#pragma omp for schedule(dynamic, 16)
+        for (int r = 0; r < tokens; r++) {
+            // A row whose token turned out to be none is dropped by the host; any token will do for it.
+            const int token = step.token_table[row_slot_[r] * step.token_stride + row_position_[r]];
+            kernels.embed(embedding.parts[0], token >= 0 && token < spec.vocab_size ? token : 0, spec.embedding_scale,
+                          x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_);
+        }
+        write_taps(step, 0, false);
+        for (int i = 0; i < spec.num_layers; i++) {
+            const Layer& layer = layers[static_cast<std::size_t>(i)];
+            norm_rows(layer.attn_norm);
+            linear(layer.qkv, qkv, scratch);
+#pragma omp for schedule(dynamic, 8)
+            for (int r = 0; r < tokens; r++) {
+                const int position = row_position_[r];
+                const float* from = qkv_.get() + static_cast<std::ptrdiff_t>(r) * qkv_width;
+                const float *cos = cos_.data() + static_cast<std::ptrdiff_t>(position) * half, *sin = sin_.data() + static_cast<std::ptrdiff_t>(position) * half;
+                const std::ptrdiff_t page = step.page_table[row_slot_[r] * step.page_stride + (position >> page_shift)];
+                const std::ptrdiff_t at = i * step.layer_stride + ((page << page_shift) + (position & in_page)) * kv_stride;
+                for (int h = 0; h < heads; h++)
+                    kernels.rope(from + h * dim, layer.q_norm, spec.norm_eps, cos, sin, spec.rotary, dim, q_.get() + (static_cast<std::ptrdiff_t>(r) * heads + h) * dim);
+                for (int h = 0; h < kv_heads; h++)
+                    kernels.rope(from + query_width_ + h * dim, layer.k_norm, spec.norm_eps, cos, sin, spec.rotary, dim, step.keys + at + h * dim);
+                kernels.to_bf16(from + query_width_ + kv_width_, kv_heads * dim, step.values + at);
+            }
+            attention(step, i, scratch);
+            linear(layer.o, o, scratch);
+            norm_rows(layer.mlp_norm);
+            linear(layer.gate_up, gate_up, scratch);
+            linear(layer.down, down, scratch);
+            if (i + 1 < spec.num_layers) write_taps(step, i + 1, false);
+        }
+        norm_rows(final_norm);
+        write_taps(step, spec.num_layers, true);
+#pragma omp for schedule(dynamic, 16)
+        for (int r = 0; r < tokens; r++)
+            std::memcpy(step.hidden + static_cast<std::ptrdiff_t>(r) * spec.hidden_size, normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_,
+                        sizeof(bf16) * spec.hidden_size);
+        if (step.num_logit_rows) {
+#pragma omp for schedule(dynamic, 16)
+            for (int i = 0; i < step.num_logit_rows; i++)
+                std::memcpy(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, normed_.get() + step.logit_rows[i] * padded_hidden_,
+                            sizeof(bf16) * padded_hidden_);
+#pragma omp for schedule(dynamic, 16)
+            for (int i = 0; i < step.num_logit_rows; i++)
+                kernels.group_sums(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, padded_hidden_,
+                                   sums_.get() + static_cast<std::ptrdiff_t>(i) * (padded_hidden_ / GROUP));
+            MatmulJob last = from_normed;
+            last.rows = step.num_logit_rows;
+            last.x = head_rows_.get();
+            last.epilogue = Epilogue::STORE;
+            last.y = step.logits;
+            last.ldy = spec.vocab_size;
+            last.scale = spec.logit_scale;
+            linear(head_matrix, last, scratch);
+        }
+    }
+}
+
+void Decoder::logits(const bf16* hidden, int rows, float* out, int threads) {
+    num_parts_ = 0;
+    reserve(0, rows, threads);
+    const Linear& head_matrix = head.parts.empty() ? embedding : head;
+    MatmulJob job{};
+    job.rows = rows;
+    job.x = head_rows_.get();
+    job.ldx = padded_hidden_;
+    job.sums = sums_.get();
+    job.ldsums = padded_hidden_ / GROUP;
+    job.epilogue = Epilogue::STORE;
+    job.y = out;
+    job.ldy = spec.vocab_size;
+    job.scale = spec.logit_scale;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(dynamic, 16)
+        for (int i = 0; i < rows; i++) {
+            bf16* row = head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_;
+            std::memcpy(row, hidden + static_cast<std::ptrdiff_t>(i) * spec.hidden_size, sizeof(bf16) * spec.hidden_size);
+            std::fill(row + spec.hidden_size, row + padded_hidden_, bf16{0});
+            kernels.group_sums(row, padded_hidden_, sums_.get() + static_cast<std::ptrdiff_t>(i) * (padded_hidden_ / GROUP));
+        }
+        linear(head_matrix, job, scratch_[static_cast<std::size_t>(omp_get_thread_num())].get());
+    }
+}
+
+}  // namespace sidestream

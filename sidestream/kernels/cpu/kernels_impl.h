@@ -1,0 +1,690 @@
+// The kernels, written once over the vector types of one instruction set. Included by one .cpp for each, after its vec_*.h.
+//
+// Everything is in an anonymous namespace and nothing of the standard library's templates is used: a function that two files share
+// by name would be taken by the linker from either, and might then use instructions the processor lacks.
+//
+// One order of additions: whatever the number of rows, an output is summed over k upward in one chain (BF16), or over the pairs of a
+// group upward in one chain and then over the groups (Q4, Q8). Tiles of different shape only decide which outputs are computed together.
+
+namespace {
+
+using namespace sidestream;
+
+constexpr int VECTORS = PANEL / LANES;
+constexpr int ROW_BLOCK = 24;    // rows whose products wait for the epilogue
+constexpr int BLOCK_PANELS = 4;  // panels likewise
+constexpr int EXPAND_ROWS = 16;  // from here on quantised panels are first expanded to bf16 integers
+
+static_assert(ROW_BLOCK * BLOCK_PANELS * PANEL * sizeof(float) <= TILE_BYTES, "the tile must fit its place in the scratch");
+
+// ---------------------------------------------------------------- elementary functions
+
+// Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf.
+inline F exponential(F x) {
+    const F low = set1(-87.0f), high = set1(88.0f);
+    const F v = min(max(x, low), high);
+    const F n = round(mul(v, set1(1.44269504088896341f)));
+    F r = fma(n, set1(-0.693359375f), v);
+    r = fma(n, set1(2.12194440e-4f), r);
+    F p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = add(fma(mul(r, r), p, r), set1(1.0f));
+    return inside(x, low, set1(__builtin_inff()), scale_by_power(p, n), zero());
+}
+
+inline F activate(Activation kind, F x) {
+    const F one = set1(1.0f);
+    switch (kind) {
+        case Activation::SILU: return div(x, add(one, exponential(sub(zero(), x))));
+        case Activation::GELU_TANH: {
+            // 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
+            const F u = mul(set1(0.79788456080286536f), fma(mul(set1(0.044715f), mul(x, x)), x, x));
+            return div(x, add(one, exponential(mul(set1(-2.0f), u))));
+        }
+        default: {
+            float lanes[LANES];
+            store(lanes, x);
+            for (int i = 0; i < LANES; i++) lanes[i] = 0.5f * lanes[i] * (1.0f + __builtin_erff(lanes[i] * 0.70710678118654752f));
+            return load(lanes);
+        }
+    }
+}
+
+// ---------------------------------------------------------------- products
+
+// M rows x NP panels of bf16 weights. w: first pair of the first panel; panels follow each other at `panel_stride` elements.
+template <int M, int NP>
+inline void tile_bf16(const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+    F acc[M][NP * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+    for (int k = 0; k < pairs; k++) {
+        Pairs weights[NP * VECTORS];
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) {
+            const bf16* at = w + p * panel_stride + (std::ptrdiff_t)k * (2 * PANEL);
+            prefetch(at + 512);
+            prefetch(at + 544);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) weights[p * VECTORS + v] = load_pairs(at + v * 2 * LANES);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++) {
+            const Pair b = broadcast_pair(x + i * ldx + 2 * k);
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = dot(acc[i][j], weights[j], b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
+}
+
+// Where the pairs of a quantised group come from: `at(group)` positions, `step<...>` hands over pair after pair.
+struct NibbleSource {
+    const std::uint32_t* data;
+    std::ptrdiff_t panel_stride;  // words
+    static constexpr bool OFFSET = true;
+    template <int NP, class Take> inline void group(int g, Take&& take) const {
+        const std::uint32_t* base = data + (std::ptrdiff_t)g * (4 * PANEL);
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) {
+            Pairs w0[NP * VECTORS], w1[NP * VECTORS], w2[NP * VECTORS], w3[NP * VECTORS];
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) {
+                    const std::uint32_t* at = base + p * panel_stride + j * PANEL + v * LANES;
+                    prefetch(at + 256);
+                    const Nibbles n(at);
+                    w0[p * VECTORS + v] = n.pairs<0>();
+                    w1[p * VECTORS + v] = n.pairs<1>();
+                    w2[p * VECTORS + v] = n.pairs<2>();
+                    w3[p * VECTORS + v] = n.pairs<3>();
+                }
+            take(4 * j, w0);
+            take(4 * j + 1, w1);
+            take(4 * j + 2, w2);
+            take(4 * j + 3, w3);
+        }
+    }
+};
+
+struct ByteSource {
+    const std::int8_t* data;
+    std::ptrdiff_t panel_stride;  // bytes
+    static constexpr bool OFFSET = false;
+    template <int NP, class Take> inline void group(int g, Take&& take) const {
+        const std::int8_t* base = data + (std::ptrdiff_t)g * (GROUP * PANEL);
+#pragma GCC unroll 8
+        for (int quad = 0; quad < 8; quad++) {
+            Pairs w0[NP * VECTORS], w1[NP * VECTORS];
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) {
+                    const std::int8_t* at = base + p * panel_stride + quad * (4 * PANEL) + v * (4 * LANES);
+                    prefetch(at + 1024);
+                    const Bytes n(at);
+                    w0[p * VECTORS + v] = n.pairs<0>();
+                    w1[p * VECTORS + v] = n.pairs<1>();
+                }
+            take(2 * quad, w0);
+            take(2 * quad + 1, w1);
+        }
+    }
+};
+
+template <bool WITH_OFFSET> struct ExpandedSource {
+    const bf16* data;
+    std::ptrdiff_t panel_stride;  // elements
+    static constexpr bool OFFSET = WITH_OFFSET;
+    template <int NP, class Take> inline void group(int g, Take&& take) const {
+        const bf16* base = data + (std::ptrdiff_t)g * (GROUP * PANEL);
+#pragma GCC unroll 16
+        for (int k = 0; k < 16; k++) {
+            Pairs w[NP * VECTORS];
+#pragma GCC unroll 8
+            for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+                for (int v = 0; v < VECTORS; v++) w[p * VECTORS + v] = load_pairs(base + p * panel_stride + k * (2 * PANEL) + v * 2 * LANES);
+            take(k, w);
+        }
+    }
+};
+
+struct GroupScales {
+    const f16* data;
+    std::ptrdiff_t panel_stride;
+    bool minima;
+    // Scale, and what the sum of x is multiplied by: weights are s (128 + q) + offset.
+    inline void load_group(int g, int p, int v, F& scale, F& offset) const {
+        const f16* at = data + p * panel_stride + (std::ptrdiff_t)g * (minima ? 2 * PANEL : PANEL) + v * LANES;
+        scale = load_f16(at);
+        offset = minima ? fma(scale, set1(-128.0f), load_f16(at + PANEL)) : mul(scale, set1(-136.0f));
+    }
+};
+
+template <int M, int NP, class Source>
+inline void tile_grouped(const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
+                         const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+    F acc[M][NP * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+    for (int g = 0; g < groups; g++) {
+        F d[M][NP * VECTORS];
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) d[i][j] = zero();
+        const bf16* xg = x + (std::ptrdiff_t)g * GROUP;
+        source.template group<NP>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int i = 0; i < M; i++) {
+                const Pair b = broadcast_pair(xg + i * ldx + 2 * pair);
+#pragma GCC unroll 16
+                for (int j = 0; j < NP * VECTORS; j++) d[i][j] = dot(d[i][j], w[j], b);
+            }
+        });
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                F scale, offset;
+                scales.load_group(g, p, v, scale, offset);
+                const int j = p * VECTORS + v;
+#pragma GCC unroll 16
+                for (int i = 0; i < M; i++) {
+                    if (Source::OFFSET) acc[i][j] = fma(set1(sums[i * ldsums + g]), offset, acc[i][j]);
+                    acc[i][j] = fma(d[i][j], scale, acc[i][j]);
+                }
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
+}
+
+// Panels that a tile of M rows takes together, so that enough independent chains hide the latency of a dot product.
+constexpr int panels_for(int rows) {
+    return rows * VECTORS >= MIN_CHAINS ? 1 : rows * 2 * VECTORS >= MIN_CHAINS ? 2 : 4;
+}
+
+template <int M, int NP>
+inline void rows_bf16(int m, int np, const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t stride, float* out, std::ptrdiff_t ldo) {
+    if constexpr (M > 1) {
+        if (m < M) return rows_bf16<M - 1, panels_for(M - 1)>(m, np, x, ldx, pairs, w, stride, out, ldo);
+    }
+    int p = 0;
+    for (; p + NP <= np; p += NP) tile_bf16<M, NP>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    if constexpr (NP > 2) {
+        for (; p + 2 <= np; p += 2) tile_bf16<M, 2>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    }
+    for (; p < np; p++) tile_bf16<M, 1>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+}
+
+template <int M, int NP, class Source>
+inline void rows_grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, Source source,
+                         GroupScales scales, float* out, std::ptrdiff_t ldo) {
+    if constexpr (M > 1) {
+        if (m < M) return rows_grouped<M - 1, panels_for(M - 1), Source>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+    }
+    while (np > 0) {
+        const int step = np >= NP ? NP : NP > 2 && np >= 2 ? 2 : 1;
+        if (step == NP)
+            tile_grouped<M, NP>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        else if (step == 2)
+            tile_grouped<M, 2>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        else
+            tile_grouped<M, 1>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        np -= step;
+        source.data += step * source.panel_stride;
+        scales.data += step * scales.panel_stride;
+        out += step * PANEL;
+    }
+}
+
+// Rows in pieces as even as they can be: 13 are 7 and 6, not 12 and 1.
+inline int piece_of(int left, int most) {
+    const int pieces = (left + most - 1) / most;
+    return (left + pieces - 1) / pieces;
+}
+
+template <class Source>
+inline void expand_panel(const Source& source, int groups, bf16* out) {
+    for (int g = 0; g < groups; g++)
+        source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) store_pairs(out + ((std::ptrdiff_t)g * 16 + pair) * (2 * PANEL) + v * 2 * LANES, w[v]);
+        });
+}
+
+inline void add_group_sum(const bf16* x, float* sum) {
+    F total = zero();
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) total = add(total, load_bf16(x + v * LANES));
+    *sum = reduce_add(total);
+}
+
+inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt, int row, int rows, int panel, int panels) {
+    if (job.epilogue == Epilogue::GATE_UP) {
+        for (int i = 0; i < rows; i++)
+            for (int p = 0; p < panels; p += 2) {
+                const float *gate = tile + i * ldt + p * PANEL, *up = gate + PANEL;
+                const float *gate_bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr, *up_bias = gate_bias + PANEL;
+                const std::ptrdiff_t column = (std::ptrdiff_t)(panel + p) / 2 * PANEL;
+                bf16* act = job.act + (row + i) * job.ldact + column;
+#pragma GCC unroll 8
+                for (int v = 0; v < PANEL; v += LANES) {
+                    F g = load(gate + v), u = load(up + v);
+                    if (job.bias) g = add(g, load(gate_bias + v)), u = add(u, load(up_bias + v));
+                    store_bf16(act + v, mul(activate(job.activation, g), u));
+                }
+                add_group_sum(act, job.act_sums + (row + i) * (job.ldact / GROUP) + column / GROUP);
+            }
+        return;
+    }
+    const bool accumulate = job.epilogue == Epilogue::ADD;
+    for (int i = 0; i < rows; i++)
+        for (int p = 0; p < panels; p++) {
+            const float* from = tile + i * ldt + p * PANEL;
+            const float* bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr;
+            float* y = job.y + (row + i) * job.ldy + (std::ptrdiff_t)(panel + p) * PANEL;
+            const int valid = job.w->rows - (panel + p) * PANEL;
+            float last[PANEL];
+            float* to = valid >= PANEL ? y : last;
+            if (to == last && accumulate)
+                for (int c = 0; c < valid; c++) last[c] = y[c];
+            for (int v = 0; v < PANEL; v += LANES) {
+                F value = load(from + v);
+                if (job.scale != 1.0f) value = mul(value, set1(job.scale));
+                if (bias) value = add(value, load(bias + v));
+                if (accumulate) value = add(load(to + v), value);
+                store(to + v, value);
+            }
+            if (to == last)
+                for (int c = 0; c < valid; c++) y[c] = last[c];
+        }
+}
+
+void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch) {
+    const Matrix& w = *job.w;
+    const std::ptrdiff_t cols = w.cols;
+    const int groups = w.cols / GROUP;
+    float* tile = (float*)scratch;
+    bf16* expanded = (bf16*)((char*)scratch + TILE_BYTES);
+    const bool quantized = w.format != Format::BF16, expand = quantized && job.rows >= EXPAND_ROWS;
+    const int block_panels = expand ? 2 : BLOCK_PANELS;
+    const GroupScales all_scales{w.scales, (std::ptrdiff_t)groups * PANEL * (w.minima ? 2 : 1), w.minima};
+    for (int panel = panel_begin; panel < panel_end; panel += block_panels) {
+        const int panels = panel_end - panel < block_panels ? panel_end - panel : block_panels;
+        const NibbleSource nibbles{(const std::uint32_t*)w.data + panel * (cols * 4), cols * 4};
+        const ByteSource bytes{(const std::int8_t*)w.data + panel * (cols * PANEL), cols * PANEL};
+        GroupScales scales = all_scales;
+        scales.data += panel * scales.panel_stride;
+        if (expand)
+            for (int p = 0; p < panels; p++) {
+                if (w.format == Format::Q4)
+                    expand_panel(NibbleSource{nibbles.data + p * nibbles.panel_stride, 0}, groups, expanded + p * (cols * PANEL));
+                else
+                    expand_panel(ByteSource{bytes.data + p * bytes.panel_stride, 0}, groups, expanded + p * (cols * PANEL));
+            }
+        for (int row = 0; row < job.rows;) {
+            const int rows = piece_of(job.rows - row, ROW_BLOCK);
+            const std::ptrdiff_t ldt = panels * PANEL;
+            for (int i = 0; i < rows;) {
+                const int m = piece_of(rows - i, quantized ? MAX_GROUPED_ROWS : MAX_ROWS);
+                const bf16* x = job.x + (row + i) * job.ldx;
+                const float* sums = job.sums ? job.sums + (row + i) * job.ldsums : nullptr;
+                float* out = tile + i * ldt;
+                constexpr int R = MAX_GROUPED_ROWS, NP = panels_for(R);
+                if (!quantized)
+                    rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, panels, x, job.ldx, (int)cols / 2, (const bf16*)w.data + panel * (cols * PANEL),
+                                                              cols * PANEL, out, ldt);
+                else if (expand && w.format == Format::Q4)
+                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<true>{expanded, cols * PANEL}, scales, out, ldt);
+                else if (expand)
+                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<false>{expanded, cols * PANEL}, scales, out, ldt);
+                else if (w.format == Format::Q4)
+                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, nibbles, scales, out, ldt);
+                else
+                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, bytes, scales, out, ldt);
+                i += m;
+            }
+            epilogue(job, tile, ldt, row, rows, panel, panels);
+            row += rows;
+        }
+    }
+}
+
+// ---------------------------------------------------------------- rows
+
+void group_sums(const bf16* x, int n, float* sums) {
+    for (int g = 0; g * GROUP < n; g++) add_group_sum(x + g * GROUP, sums + g);
+}
+
+inline float inverse_rms(const float* x, int padded, int n, float eps) {
+    F total = zero();
+    for (int k = 0; k < padded; k += LANES) {
+        const F v = load(x + k);
+        total = fma(v, v, total);
+    }
+    return 1.0f / __builtin_sqrtf(reduce_add(total) / (float)n + eps);
+}
+
+void rms_norm(const float* x, const float* weight, float eps, int n, bf16* out, float* sums) {
+    const int padded = (int)round_up((std::size_t)n, PANEL);
+    const F inverse = set1(inverse_rms(x, padded, n, eps));
+    for (int k = 0; k < padded; k += LANES) store_bf16(out + k, mul(mul(load(x + k), inverse), load(weight + k)));
+    if (sums) group_sums(out, padded, sums);
+}
+
+void embed(const Matrix& w, int row, float scale, float* out) {
+    const int panel = row / PANEL, column = row % PANEL;
+    const std::ptrdiff_t cols = w.cols;
+    if (w.format == Format::BF16) {
+        const bf16* at = (const bf16*)w.data + panel * (cols * PANEL) + column * 2;
+        for (int k = 0; k < w.cols; k += 2) {
+            const std::uint32_t first = (std::uint32_t)at[0] << 16, second = (std::uint32_t)at[1] << 16;
+            __builtin_memcpy(out + k, &first, 4);
+            __builtin_memcpy(out + k + 1, &second, 4);
+            at += 2 * PANEL;
+        }
+    } else {
+        const int groups = w.cols / GROUP;
+        for (int g = 0; g < groups; g++) {
+            const f16* scales = w.scales + ((std::ptrdiff_t)panel * groups + g) * PANEL * (w.minima ? 2 : 1);
+            f16 lanes[LANES] = {scales[column], w.minima ? scales[PANEL + column] : (f16)0};
+            float wide[LANES];
+            store(wide, load_f16(lanes));
+            const float s = wide[0], m = wide[1];
+            for (int k = 0; k < GROUP; k++) {
+                if (w.format == Format::Q4) {
+                    const std::uint32_t word = ((const std::uint32_t*)w.data)[panel * (cols * 4) + ((std::ptrdiff_t)g * 4 + k / 8) * PANEL + column];
+                    const int q = (word >> (4 * (k % 8 / 2) + 16 * (k % 2))) & 15;
+                    out[g * GROUP + k] = w.minima ? s * (float)q + m : s * (float)(q - 8);
+                } else {
+                    const std::int8_t* quad = (const std::int8_t*)w.data + panel * (cols * PANEL) + (std::ptrdiff_t)g * (GROUP * PANEL) + k / 4 * (4 * PANEL);
+                    const int half = column / 16, lane = column % 16 / 4, within = column % 4;
+                    out[g * GROUP + k] = s * (float)quad[half * 64 + lane * 16 + k % 4 / 2 * 8 + within * 2 + k % 2];
+                }
+            }
+        }
+    }
+    if (scale != 1.0f)
+        for (int k = 0; k < w.cols; k++) out[k] *= scale;
+}
+
+void to_bf16(const float* x, int n, bf16* out) {
+    int k = 0;
+    for (; k + LANES <= n; k += LANES) store_bf16(out + k, load(x + k));
+    if (k < n) {
+        float in[LANES] = {};
+        bf16 rest[LANES];
+        for (int i = k; i < n; i++) in[i - k] = x[i];
+        store_bf16(rest, load(in));
+        for (int i = k; i < n; i++) out[i] = rest[i - k];
+    }
+}
+
+void rope(const float* x, const float* norm_weight, float eps, const float* cos, const float* sin, int rotary, int head_dim, bf16* out) {
+    constexpr int MOST = 1024;  // checked when the model is built
+    float head[MOST];
+    const float* in = x;
+    if (norm_weight) {
+        float total = 0.0f;
+        for (int k = 0; k < head_dim; k++) total += x[k] * x[k];
+        const float inverse = 1.0f / __builtin_sqrtf(total / (float)head_dim + eps);
+        for (int k = 0; k < head_dim; k++) head[k] = x[k] * inverse * norm_weight[k];
+        in = head;
+    }
+    float turned[MOST];
+    const int half = rotary / 2;
+    for (int k = 0; k < half; k++) {
+        turned[k] = in[k] * cos[k] - in[k + half] * sin[k];
+        turned[k + half] = in[k + half] * cos[k] + in[k] * sin[k];
+    }
+    for (int k = rotary; k < head_dim; k++) turned[k] = in[k];
+    to_bf16(turned, head_dim, out);
+}
+
+void convert(const float* x, int n, RowType type, void* out) {
+    if (type == RowType::F32) {
+        __builtin_memcpy(out, x, (std::size_t)n * sizeof(float));
+    } else if (type == RowType::BF16) {
+        to_bf16(x, n, (bf16*)out);
+    } else {
+        f16* to = (f16*)out;
+        int k = 0;
+        for (; k + LANES <= n; k += LANES) store_f16(to + k, load(x + k));
+        if (k < n) {
+            float in[LANES] = {};
+            f16 rest[LANES];
+            for (int i = k; i < n; i++) in[i - k] = x[i];
+            store_f16(rest, load(in));
+            for (int i = k; i < n; i++) to[i] = rest[i - k];
+        }
+    }
+}
+
+void widen(const bf16* x, int n, float* out) {
+    for (int k = 0; k < n; k++) {
+        const std::uint32_t bits = (std::uint32_t)x[k] << 16;
+        __builtin_memcpy(out + k, &bits, 4);
+    }
+}
+
+// ---------------------------------------------------------------- attention
+
+inline std::ptrdiff_t element_of(const KVView& kv, int position) {
+    const int page = kv.pages[position >> kv.page_shift];
+    return (((std::ptrdiff_t)page << kv.page_shift) + (position & ((1 << kv.page_shift) - 1))) * kv.stride;
+}
+
+// Keys base + [begin, end) -> panels [32 keys][head_dim/2 pairs][32][2]; the rest of the last panel is zero.
+inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, bf16* out) {
+    alignas(64) static const std::uint32_t zeros[16] = {};
+    const int words = head_dim / 2;
+    for (int t = begin; t < end; t += 16) {
+        const std::uint32_t* rows[16];
+        for (int i = 0; i < 16; i++) rows[i] = t + i < end ? (const std::uint32_t*)(kv.keys + element_of(kv, base + t + i)) : nullptr;
+        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (head_dim * PANEL)) + t % PANEL;
+        int c = 0;
+        for (; c + 16 <= words; c += 16) {
+            const std::uint32_t* from[16];
+            for (int i = 0; i < 16; i++) from[i] = rows[i] ? rows[i] + c : zeros;
+            transpose16(from, to + c * PANEL, PANEL);
+        }
+        for (; c < words; c++)
+            for (int i = 0; i < 16; i++) to[c * PANEL + i] = rows[i] ? rows[i][c] : 0;
+    }
+    if (end % PANEL && end % PANEL <= 16) {  // the second half of the last panel
+        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(end / PANEL) * (head_dim * PANEL)) + 16;
+        for (int c = 0; c < words; c++) __builtin_memcpy(to + c * PANEL, zeros, sizeof(zeros));
+    }
+}
+
+// Values base + [begin, end), begin even -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims beyond the head are zero.
+inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
+    static const bf16 zeros[INTERLEAVE] = {};
+    for (int t = begin; t < end; t += 2) {
+        const bf16* a = kv.values + element_of(kv, base + t);
+        const bf16* b = t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
+        for (int d = 0; d < padded_dim; d += INTERLEAVE) {
+            bf16* to = out + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + t / 2) * (2 * PANEL) + d % PANEL * 2;
+            if (d + INTERLEAVE <= head_dim) {
+                interleave(a + d, b ? b + d : zeros, to);
+            } else {
+                for (int i = 0; i < INTERLEAVE; i++) {
+                    to[2 * i] = d + i < head_dim ? a[d + i] : (bf16)0;
+                    to[2 * i + 1] = b && d + i < head_dim ? b[d + i] : (bf16)0;
+                }
+            }
+        }
+    }
+}
+
+inline void products(const bf16* x, std::ptrdiff_t ldx, int rows, int pairs, const bf16* panel, float* out, std::ptrdiff_t ldo) {
+    for (int i = 0; i < rows;) {
+        const int m = piece_of(rows - i, MAX_ROWS);
+        rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, 1, x + i * ldx, ldx, pairs, panel, 0, out + i * ldo, ldo);
+        i += m;
+    }
+}
+
+void attend(const AttendJob& job) {
+    const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
+    int low = SPLIT, high = -1;
+    for (int i = 0; i < job.queries; i++) {
+        const int a = job.first[i] - base, b = job.last[i] - base;
+        if (a < low) low = a;
+        if (b > high) high = b;
+    }
+    low = low < 0 ? 0 : low / PANEL * PANEL;
+    const int end = high + 1 < SPLIT ? high + 1 : SPLIT;
+    if (end <= low) {
+        for (int i = 0; i < job.queries; i++) job.max[i] = -__builtin_inff(), job.sum[i] = 0.0f;
+        return;
+    }
+    bf16* keys = (bf16*)job.scratch;
+    bf16* values = keys + (std::ptrdiff_t)SPLIT * padded;
+    float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
+    bf16* weights = (bf16*)(scores + (std::ptrdiff_t)MAX_QUERIES * SPLIT);
+    pack_keys(job.kv, base, low, end, dim, keys);
+    pack_values(job.kv, base, low, end, dim, padded, values);
+    const int full = (int)round_up((std::size_t)end, PANEL);
+    for (int t = low; t < full; t += PANEL)
+        products(job.q, dim, job.queries, dim / 2, keys + (std::ptrdiff_t)(t / PANEL) * (dim * PANEL), scores + t, SPLIT);
+    for (int i = 0; i < job.queries; i++) {
+        const int a = job.first[i] - base, b = job.last[i] - base;
+        const F first = set1((float)a), last = set1((float)b), scale = set1(job.scale), nothing = set1(-__builtin_inff());
+        float* row = scores + (std::ptrdiff_t)i * SPLIT;
+        bf16* probabilities = weights + (std::ptrdiff_t)i * SPLIT;
+        F most = nothing;
+        for (int t = low; t < full; t += LANES) {
+            F s = mul(load(row + t), scale);
+            if (t < a || t + LANES - 1 > b) s = inside(iota((float)t), first, last, s, nothing);
+            most = max(s, most);
+            store(row + t, s);
+        }
+        const float m = reduce_max(most);
+        job.max[i] = m;
+        if (m == -__builtin_inff()) {  // sees nothing of this split
+            for (int t = low; t < full; t++) probabilities[t] = 0;
+            job.sum[i] = 0.0f;
+            continue;
+        }
+        F total = zero();
+        for (int t = low; t < full; t += LANES) {
+            store_bf16(probabilities + t, exponential(sub(load(row + t), set1(m))));
+            total = add(total, load_bf16(probabilities + t));  // of what multiplies the values, so that the weights sum to one
+        }
+        job.sum[i] = reduce_add(total);
+    }
+    for (int d = 0; d < padded; d += PANEL)
+        products(weights + low, SPLIT, job.queries, (end - low + 1) / 2,
+                 values + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + low / 2) * (2 * PANEL), job.out + d, padded);
+}
+
+void merge(float part_max, float part_sum, const float* part, int padded_dim, float* max_, float* sum, float* out) {
+    if (part_max == -__builtin_inff()) return;
+    const float m = *max_ > part_max ? *max_ : part_max;
+    float factors[LANES] = {};
+    factors[0] = *max_ - m;
+    factors[1] = part_max - m;
+    store(factors, exponential(load(factors)));
+    const F old = set1(factors[0]), fresh = set1(factors[1]);
+    for (int d = 0; d < padded_dim; d += LANES) store(out + d, fma(load(part + d), fresh, mul(load(out + d), old)));
+    *sum = part_sum * factors[1] + *sum * factors[0];
+    *max_ = m;
+}
+
+void finish(const float* acc, float sum, int head_dim, bf16* out) {
+    float row[1024];
+    for (int k = 0; k < head_dim; k++) row[k] = acc[k] / sum;
+    to_bf16(row, head_dim, out);
+}
+
+// ---------------------------------------------------------------- sampling help
+
+inline F load_tail(const float* x, int n) {  // the rest is -inf
+    float lanes[LANES];
+    for (int i = 0; i < LANES; i++) lanes[i] = i < n ? x[i] : -__builtin_inff();
+    return load(lanes);
+}
+
+inline float largest(const float* x, int n) {
+    F most = set1(-__builtin_inff());
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) most = max(load(x + i), most);
+    if (i < n) most = max(load_tail(x + i, n - i), most);
+    return reduce_max(most);
+}
+
+int argmax(const float* x, int n) {
+    const float m = largest(x, n);
+    for (int i = 0; i < n; i++)
+        if (x[i] == m) return i;
+    return -1;
+}
+
+float logsumexp(const float* x, int n) {
+    const float m = largest(x, n);
+    if (m == -__builtin_inff() || m == __builtin_inff()) return m;
+    double total = 0.0;
+    const F shift = set1(m);
+    int i = 0;
+    while (i + LANES <= n) {
+        F part = zero();
+        for (int j = 0; j < 64 && i + LANES <= n; j++, i += LANES) part = add(part, exponential(sub(load(x + i), shift)));
+        total += (double)reduce_add(part);
+    }
+    if (i < n) total += (double)reduce_add(exponential(sub(load_tail(x + i, n - i), shift)));
+    return (float)((double)m + __builtin_log(total));
+}
+
+void top_k(const float* x, int n, int k, float* values, std::int32_t* ids) {
+    int found = 0;
+    float least = -__builtin_inff();
+    const auto take = [&](int at) {
+        const float v = x[at];
+        if (!(found < k ? v == v : v > least)) return;
+        int place = found < k ? found++ : k - 1;
+        while (place > 0 && values[place - 1] < v) {
+            values[place] = values[place - 1];
+            ids[place] = ids[place - 1];
+            place--;
+        }
+        values[place] = v;
+        ids[place] = at;
+        if (found == k) least = values[k - 1];
+    };
+    int i = 0;
+    for (; i < n && found < k; i++) take(i);
+    for (; i + LANES <= n; i += LANES) {
+        if (!any_greater(load(x + i), set1(least))) continue;
+        for (int j = 0; j < LANES; j++) take(i + j);
+    }
+    for (; i < n; i++) take(i);
+    for (; found < k; found++) {  // only where x holds NaN
+        values[found] = -__builtin_inff();
+        ids[found] = 0;
+    }
+}
+
+constexpr Kernels table(const char* isa) {
+    return Kernels{isa,    matmul, rms_norm, embed,      rope,    to_bf16, attend, merge,
+                   finish, group_sums, convert,  widen, argmax, logsumexp, top_k};
+}
+
+}  // namespace

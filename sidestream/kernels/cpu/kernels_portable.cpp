@@ -1,0 +1,12 @@
+#include "vec_portable.h"
+
+#include "kernels_impl.h"
+
+namespace sidestream {
+
+const Kernels& kernels_portable() {
+    static const Kernels kernels = table("portable");
+    return kernels;
+}
+
+}  // namespace sidestream

@@ -1,0 +1,169 @@
+// The Python side: addresses come in as integers, checked by sidestream.kernels.cpu, which knows tensors.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <omp.h>
+
+#include <stdexcept>
+#include <tuple>
+
+#include "decoder.h"
+#include "dispatch.h"
+
+namespace nb = nanobind;
+using namespace sidestream;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+
+const Kernels& kernels_named(const std::string& isa) {
+    for (const Kernels* kernels : supported_kernels())
+        if (isa == kernels->isa) return *kernels;
+    throw nb::value_error(("this processor has no " + isa).c_str());
+}
+
+// A matrix, as the checkpoint stores it: (stored, addresses of one source or of two that alternate, rows, cols)
+using Part = std::tuple<int, std::vector<Address>, int, int>;
+
+void fill(Linear& linear, const std::vector<Part>& parts, Arena& arena) {
+    for (const auto& [stored, addresses, rows, cols] : parts) {
+        std::vector<const void*> sources;
+        for (const Address address : addresses) sources.push_back(at<const void>(address));
+        linear.parts.push_back(pack(static_cast<Stored>(stored), sources, rows, cols, arena));
+    }
+}
+
+Linear& find_linear(Decoder& decoder, int layer, const std::string& name) {
+    if (name == "embed") return decoder.embedding;
+    if (name == "lm_head") return decoder.head;
+    Layer& here = decoder.layers.at(static_cast<std::size_t>(layer));
+    if (name == "qkv") return here.qkv;
+    if (name == "o") return here.o;
+    if (name == "gate_up") return here.gate_up;
+    if (name == "down") return here.down;
+    throw nb::value_error(("no matrix is called " + name).c_str());
+}
+
+float*& find_vector(Decoder& decoder, int layer, const std::string& name) {
+    if (name == "final_norm") return decoder.final_norm;
+    Layer& here = decoder.layers.at(static_cast<std::size_t>(layer));
+    if (name == "attn_norm") return here.attn_norm;
+    if (name == "mlp_norm") return here.mlp_norm;
+    if (name == "q_norm") return here.q_norm;
+    if (name == "k_norm") return here.k_norm;
+    throw nb::value_error(("no vector is called " + name).c_str());
+}
+
+template <class Fn> void over_rows(int rows, int threads, Fn&& fn) {
+    nb::gil_scoped_release release;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int i = 0; i < rows; i++) fn(static_cast<std::ptrdiff_t>(i));
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native CPU kernels. Use sidestream.kernels.cpu, which checks what it hands over.";
+
+    m.def("supported", [] {
+        std::vector<std::string> names;
+        for (const Kernels* kernels : supported_kernels()) names.emplace_back(kernels->isa);
+        return names;
+    });
+
+    nb::class_<Decoder>(m, "Decoder")
+        .def(
+            "__init__",
+            [](Decoder* self, const std::string& isa, std::vector<int> sizes, std::vector<float> numbers, int activation, bool qk_norm,
+               std::vector<int> windows, Address cos, Address sin, int context) {
+                Spec spec{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3), sizes.at(4), sizes.at(5), sizes.at(6), sizes.at(7),
+                          numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3), static_cast<Activation>(activation), qk_norm, std::move(windows)};
+                new (self) Decoder(kernels_named(isa), std::move(spec), at<const float>(cos), at<const float>(sin), context);
+            })
+        .def("set_matrix", [](Decoder& self, int layer, const std::string& name, const std::vector<Part>& parts) { fill(find_linear(self, layer, name), parts, self.arena); })
+        .def("set_bias",
+             [](Decoder& self, int layer, const std::string& name, const std::vector<std::tuple<Address, int>>& parts, bool alternate) {
+                 std::vector<std::pair<const float*, int>> values;
+                 for (const auto& [address, n] : parts) values.emplace_back(at<const float>(address), n);
+                 self.set_bias(find_linear(self, layer, name), values, alternate);
+             })
+        .def("set_vector", [](Decoder& self, int layer, const std::string& name, Address values, int n) { self.set_vector(find_vector(self, layer, name), at<const float>(values), n); })
+        .def_prop_ro("weight_bytes", [](const Decoder& self) { return self.arena.total(); })
+        .def("forward",
+             [](Decoder& self, std::tuple<int, Address, Address, Address> spans, std::tuple<Address, std::int64_t> token_table,
+                std::tuple<Address, std::int64_t, int> page_table, std::tuple<Address, Address, std::int64_t> pool,
+                const std::vector<std::tuple<Address, int, std::vector<int>, int, Address>>& taps, Address hidden,
+                std::tuple<Address, int, Address> logits, int threads) {
+                 Step step{};
+                 step.num_spans = std::get<0>(spans);
+                 step.slots = at<const std::int64_t>(std::get<1>(spans));
+                 step.starts = at<const std::int64_t>(std::get<2>(spans));
+                 step.lengths = at<const std::int64_t>(std::get<3>(spans));
+                 step.token_table = at<const std::int32_t>(std::get<0>(token_table));
+                 step.token_stride = std::get<1>(token_table);
+                 step.page_table = at<const std::int32_t>(std::get<0>(page_table));
+                 step.page_stride = std::get<1>(page_table);
+                 step.page_size = std::get<2>(page_table);
+                 step.keys = at<bf16>(std::get<0>(pool));
+                 step.values = at<bf16>(std::get<1>(pool));
+                 step.layer_stride = std::get<2>(pool);
+                 for (const auto& [rows, n, layers, type, out] : taps) step.taps.push_back({at<const std::int64_t>(rows), n, layers, static_cast<RowType>(type), at<void>(out)});
+                 step.hidden = at<bf16>(hidden);
+                 step.logit_rows = at<const std::int64_t>(std::get<0>(logits));
+                 step.num_logit_rows = std::get<1>(logits);
+                 step.logits = at<float>(std::get<2>(logits));
+                 nb::gil_scoped_release release;
+                 self.forward(step, threads);
+             })
+        .def("logits", [](Decoder& self, Address hidden, int rows, Address out, int threads) {
+            nb::gil_scoped_release release;
+            self.logits(at<const bf16>(hidden), rows, at<float>(out), threads);
+        });
+
+    m.def("argmax", [](const std::string& isa, Address x, int rows, int n, Address out, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(out)[i] = kernels.argmax(at<const float>(x) + i * n, n); });
+    });
+    m.def("logsumexp", [](const std::string& isa, Address x, int rows, int n, Address out, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<float>(out)[i] = kernels.logsumexp(at<const float>(x) + i * n, n); });
+    });
+    m.def("top_k", [](const std::string& isa, Address x, int rows, int n, int k, Address values, Address ids, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { kernels.top_k(at<const float>(x) + i * n, n, k, at<float>(values) + i * k, at<std::int32_t>(ids) + i * k); });
+    });
+
+    // For the tests: one product on its own. x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
+    m.def("matmul", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
+        const Kernels& kernels = kernels_named(isa);
+        Arena arena;
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, arena);
+        const int ldx = static_cast<int>(round_up(static_cast<std::size_t>(cols), PANEL));
+        Buffer<float> sums;
+        Buffer<char> scratch;
+        sums.reserve(static_cast<std::size_t>(rows) * ldx / GROUP);
+        scratch.reserve(matmul_scratch_bytes(static_cast<std::size_t>(ldx)));
+        for (int i = 0; i < rows; i++) kernels.group_sums(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * ldx, ldx, sums.get() + static_cast<std::ptrdiff_t>(i) * ldx / GROUP);
+        MatmulJob job{};
+        job.w = &w;
+        job.x = at<const bf16>(x);
+        job.ldx = ldx;
+        job.sums = sums.get();
+        job.ldsums = ldx / GROUP;
+        job.rows = rows;
+        job.y = at<float>(out);
+        job.ldy = weight_rows;
+        job.scale = 1.0f;
+        kernels.matmul(job, 0, w.panels, scratch.get());
+    });
+    m.def("embed", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, int row, Address out) {
+        Arena arena;
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, arena);
+        kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
+    });
+}
