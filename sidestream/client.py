@@ -235,7 +235,7 @@ def _close(loop: EngineLoop, threads: Sequence[threading.Thread]) -> None:
 
 
 def _trim_heap() -> None:
-    """Give freed memory back to the system, where the C library can: glibc keeps it in the heap of each thread that allocated.
+    """Give freed memory back to the system, where the C library can: glibc keeps it in the heaps of the threads that allocated it.
 
     Without it a process grew from 717 to 1,016 MB over eight engines on the default model, one after the other; with it not at all.
     """

@@ -86,13 +86,17 @@ def test_an_engine_lives_as_long_as_a_stream_is_read(tiny_llama: Path) -> None:
 def test_an_engine_that_was_not_closed_does_not_hold_up_the_exit(tiny_llama: Path) -> None:
     """One is dropped just before, one is in the middle of an answer that another thread waits for."""
     script = f"""
-import threading
+import contextlib, threading
 from sidestream import Engine, SamplingParams
+from sidestream.errors import EngineDead
+def ask():
+    with contextlib.suppress(EngineDead):
+        busy.generate([[5, 6]] * 300, long)
 dropped, busy = (Engine({str(tiny_llama)!r}, **{OPTIONS!r}) for _ in range(2))
 long = SamplingParams(max_new_tokens=400, ignore_eos=True)
 parts = busy.stream([5, 6], long)
 next(parts)
-threading.Thread(target=lambda: busy.generate([[5, 6]] * 300, long), daemon=True).start()
+threading.Thread(target=ask, daemon=True).start()
 del dropped
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
@@ -114,7 +118,7 @@ def test_a_closed_engine_holds_no_weights(tiny_llama: Path) -> None:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
 def test_memory_is_flat_over_engines(tiny_llama: Path, tmp_path: Path) -> None:
-    """Within half the size of the weights: 63 MB."""
+    """Within half of the weights, which take 63 MB."""
     config = LlamaConfig(
         vocab_size=320, hidden_size=512, intermediate_size=1408, num_hidden_layers=5, num_attention_heads=8, max_position_embeddings=512
     )
@@ -133,7 +137,8 @@ for cycle in range(8):
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
     resident = [int(line) for line in done.stdout.split()]
-    assert max(resident[2:]) - resident[1] < 30e6, resident
+    # Single ones may be higher: glibc does not trim the end of a thread's heap, but the next thread takes it. Growth would stay.
+    assert min(resident[4:]) - resident[0] < 30e6, resident
 
 
 def test_repr_says_what_it_is(open_engine: Opener, tiny_llama: Path) -> None:
@@ -232,10 +237,23 @@ def test_closing_ends_a_call_that_holds_prompts_back(open_engine: Opener) -> Non
         assert isinstance(out[0], EngineDead)
 
 
+def test_nobody_waits_when_answers_cannot_be_routed(open_engine: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(step: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    with open_engine(checked=False) as engine:
+        monkeypatch.setattr(engine._router, "_route", broken)
+        with pytest.raises(EngineDead, match="out of luck"):
+            engine.generate([5, 6], on(5))
+        with pytest.raises(EngineDead, match="out of luck"):
+            engine.stream([5, 6], on(5))
+        assert repr(engine).endswith(", stopped by RuntimeError)")
+
+
 # Streams.
 
 
-def test_a_stream_closed_in_another_thread_ends_where_it_is_read(open_engine: Opener, wait_until_idle: Callable[..., Any]) -> None:
+def test_a_stream_closed_in_another_thread_ends_where_it_is_read(open_engine: Opener) -> None:
     with open_engine(max_running_requests=1) as engine:
         running = engine.stream([5, 6], on(400))
         waiting = engine.stream([7, 8], on(400), rid="waiting")  # nothing of it will come while the other one runs
@@ -248,7 +266,7 @@ def test_a_stream_closed_in_another_thread_ends_where_it_is_read(open_engine: Op
         assert list(waiting) == []
         assert next(running).finish_reason is None  # the other one goes on
         running.close()
-        wait_until_idle(engine)
+        until(lambda: not engine._router.prompts)
         assert engine.generate([7, 8], on(2), rid="waiting").completion_tokens == 2
 
 
