@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from sidestream.engine import rows as row_ops
 from sidestream.engine.outputs import LOGITS_PIECE_BYTES, LogprobBlock, ScorePlan
 from sidestream.engine.request import Feature, Request
 
@@ -29,7 +30,6 @@ Upload = Callable[[npt.NDArray[np.generic]], Tensor]
 # In place of a token, for a row from which none can be taken: the failure travels with the tokens, at no cost.
 NOTHING_ADMITTED = -1  # every token is masked out
 NOT_FINITE = -2  # the best logit is NaN or infinity
-NUCLEUS_CANDIDATES = 256  # top-p looks at this many best tokens first; a full sort follows only for rows whose nucleus is larger
 
 
 @dataclass(frozen=True)
@@ -135,30 +135,16 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Sampled:
     """Choose one token per row. logits: [rows, vocabulary] float32, left as they are. mask: [rows, ceil(vocabulary/32)] packed bits."""
     edited = _edit(logits, plan, token_table, upload, mask)
-    best, tokens = edited.max(-1)
+    best, tokens = row_ops.best(edited)
     failure = torch.where(best.isneginf(), NOTHING_ADMITTED, NOT_FINITE)
     if plan.temperature is None or plan.uniform is None:
         return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), edited)
     temperature = upload(plan.temperature)[:, None]  # [rows, 1]
     greedy = temperature == 0
     processed = _filter(edited / torch.where(greedy, 1, temperature), plan, upload)
-    # Unnormalised weights, summed in float64: a token masked out adds exactly nothing, wherever it stands.
-    weights = (processed - processed.amax(-1, keepdim=True)).exp()  # [rows, vocabulary]
-    cdf = torch.cumsum(weights, -1, dtype=torch.float64)
-    if cdf.device.type != "cpu":
-        cdf = _rising(cdf, weights)
-    total = cdf[:, -1:]
-    point = torch.minimum(upload(plan.uniform)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-    drawn = torch.searchsorted(cdf, point, right=True)[:, 0]
+    drawn = row_ops.draw(processed, upload(plan.uniform))
     tokens = torch.where(greedy[:, 0], tokens, drawn)
     return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), processed)
-
-
-def _rising(cdf: Tensor, weights: Tensor) -> Tensor:
-    """A cumulative sum that never falls, and rises only where a weight is. Summed in parallel, it may fall by its rounding or rise at a
-    token of weight 0: a search would miss tokens, or draw one that is masked out. One token after another, as on a CPU, it does neither.
-    """
-    return cdf.where(weights > 0, 0).cummax(-1).values
 
 
 def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Tensor:
@@ -211,50 +197,34 @@ def _filter(logits: Tensor, plan: SamplingPlan, upload: Upload) -> Tensor:
     largest = min(int(plan.top_k.max()), logits.shape[1])
     if largest > 0:
         top_k = upload(np.minimum(plan.top_k, logits.shape[1]))[:, None]
-        values = logits.topk(largest, -1).values
+        values = row_ops.top_k(logits, largest)[0]
         threshold = values.gather(1, (top_k - 1).clamp(min=0))
         logits = logits.masked_fill((logits < threshold) & (top_k > 0), -torch.inf)
-    if (plan.top_p < 1).any() or (plan.min_p > 0).any():
-        weights = (logits - logits.amax(-1, keepdim=True)).exp()  # the best token weighs 1
-        dropped = weights < upload(plan.min_p)[:, None]
-        limited = np.flatnonzero(plan.top_p < 1)
-        if len(limited):
-            rows = upload(limited)
-            dropped[rows] |= weights[rows] < _nucleus_threshold(weights[rows], upload(plan.top_p[limited])[:, None])
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return logits
-
-
-def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Smallest weight in the smallest set of best tokens with at least `top_p` of the mass. weights: [m, vocabulary] -> [m, 1]."""
-    goal = weights.sum(-1, keepdim=True, dtype=torch.float64) * top_p
-    if weights.device.type != "cpu" or weights.shape[1] <= NUCLEUS_CANDIDATES:
-        # On a GPU a sort of a few rows is cheap, and looking whether it is needed would wait for the device.
-        return _threshold_among(weights.sort(-1, descending=True).values, goal)
-    best = weights.topk(NUCLEUS_CANDIDATES, -1).values
-    threshold = _threshold_among(best, goal)
-    larger = (best.sum(-1, dtype=torch.float64) < goal[:, 0]).nonzero()[:, 0]
-    if len(larger):
-        threshold[larger] = _threshold_among(weights[larger].sort(-1, descending=True).values, goal[larger])
-    return threshold
-
-
-def _threshold_among(descending: Tensor, goal: Tensor) -> Tensor:
-    before = torch.cumsum(descending, -1, dtype=torch.float64) - descending  # mass of the better tokens
-    kept = (before < goal).sum(-1, keepdim=True).clamp(min=1)
-    return descending.gather(1, kept - 1)
+    if (plan.min_p > 0).any():
+        least = logits.amax(-1, keepdim=True) + upload(np.log(np.maximum(plan.min_p, np.finfo(np.float32).tiny)))[:, None]
+        dropped = (logits < least) & (upload(plan.min_p)[:, None] > 0)
+    else:
+        dropped = None
+    limited = np.flatnonzero(plan.top_p < 1)
+    if len(limited):
+        rows = upload(limited)
+        threshold = row_ops.nucleus(logits[rows], upload(plan.top_p[limited]))
+        outside = torch.zeros_like(logits, dtype=torch.bool)
+        outside[rows] = logits[rows] < threshold[:, None]
+        dropped = outside if dropped is None else dropped | outside
+    return logits if dropped is None else logits.masked_fill(dropped, -torch.inf)
 
 
 def score(logits: Tensor, targets: Tensor, plan: ScorePlan, upload: Upload) -> LogprobBlock:
     """Logprobs of rows of logits. logits: [n, vocabulary] float32; targets: [n] ids. Same float for a token wherever it appears."""
-    normaliser = logits.logsumexp(-1, keepdim=True)  # [n, 1]
+    normaliser = row_ops.logsumexp(logits)[:, None]  # [n, 1]
     chosen = (logits.gather(1, targets[:, None].long()) - normaliser)[:, 0]
     top_values = top_ids = id_values = None
     if len(plan.top_index):
-        values, ids = logits.topk(plan.k, -1)
+        values, ids = row_ops.top_k(logits, plan.k)
         index = upload(plan.top_index)
         top_values = (values - normaliser).flatten()[index]
-        top_ids = ids.flatten()[index].to(torch.int32)
+        top_ids = ids.flatten()[index]
     if len(plan.id_rows):
         rows = upload(plan.id_rows)
         id_values = logits[rows, upload(plan.id_columns)] - normaliser[rows, 0]

@@ -42,16 +42,16 @@ def _choose(wanted: str) -> str:
 
 
 def isa() -> str:
-    """The instruction set in use: `avx512`, `avx2` or `portable`. Raises ConfigError if `SIDESTREAM_CPU_ISA` names another."""
+    """The instruction set in use: `amx`, `avx512`, `avx2` or `portable`. Raises ConfigError if `SIDESTREAM_CPU_ISA` names another."""
     return _choose(os.environ.get(ISA_VARIABLE, ""))
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """Index of the largest value of each row, the first of equal ones, -1 if all are NaN. [rows, n] float32 -> [rows] int64."""
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value of each row and its index, of equal ones the first; NaN is the largest. [rows, n] -> float32, int64 [rows]."""
     rows, n = _check_rows(logits)
-    out = torch.empty(rows, dtype=torch.int64)
-    _extension().argmax(isa(), logits.data_ptr(), rows, n, out.data_ptr(), torch.get_num_threads())
-    return out
+    values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _extension().argmax(isa(), logits.data_ptr(), rows, n, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
+    return values, ids
 
 
 def logsumexp(logits: Tensor) -> Tensor:
@@ -70,6 +70,26 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     values, ids = torch.empty(rows, k, dtype=torch.float32), torch.empty(rows, k, dtype=torch.int32)
     _extension().top_k(isa(), logits.data_ptr(), rows, n, k, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
     return values, ids
+
+
+def nucleus(logits: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest logit of the nucleus of each row: its best ids that have at least `top_p` of the mass. [rows, n] -> [rows]."""
+    rows, n = _check_rows(logits)
+    masses, out = top_p.to(torch.float32).contiguous(), torch.empty(rows)
+    if len(masses) != rows:
+        raise ValueError(f"top_p: got {len(masses)} values for {rows} rows")
+    _extension().nucleus(isa(), logits.data_ptr(), rows, n, masses.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    return out
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """One id of each row by inverse CDF in the order of ids, from numbers in [0, 1). [rows, n], [rows] float64 -> [rows] int64."""
+    rows, n = _check_rows(logits)
+    numbers, out = uniform.to(torch.float64).contiguous(), torch.empty(rows, dtype=torch.int64)
+    if len(numbers) != rows:
+        raise ValueError(f"uniform: got {len(numbers)} values for {rows} rows")
+    _extension().draw(isa(), logits.data_ptr(), rows, n, numbers.data_ptr(), out.data_ptr(), torch.get_num_threads())
+    return out
 
 
 def _extension() -> ModuleType:

@@ -26,7 +26,7 @@ struct Matrix {
     Format format = Format::BF16;
     bool minima = false;  // Q4 only: w = s q + m; without, w = s (q - 8)
     int rows = 0;
-    int cols = 0;    // stored columns: even for BF16, a multiple of 32 for the others
+    int cols = 0;    // stored columns: a multiple of 32, zero beyond the source's
     int panels = 0;  // ceil(rows / 32); the last one is padded with zeros
     const void* data = nullptr;
     const f16* scales = nullptr;
@@ -75,7 +75,7 @@ struct AttendJob {
     int head_dim;
     int padded_dim;  // head_dim rounded up to 32
     int queries;     // at most MAX_QUERIES
-    const bf16* q;   // [queries, head_dim]
+    const bf16* q;   // [queries, padded_dim], zero beyond the head
     const int* first;  // [queries] absolute position of the first key that a query sees
     const int* last;   // [queries] of the last one; every query sees at least one key of some split, perhaps none of this one
     float scale;
@@ -108,10 +108,14 @@ struct Kernels {
     void (*convert)(const float* x, int n, RowType type, void* out);
     void (*widen)(const bf16* x, int n, float* out);
     // Sampling help over one row of logits.
-    int (*argmax)(const float* x, int n);  // the first of equal ones; NaN never wins
+    int (*argmax)(const float* x, int n, float* value);  // the first of equal ones; a NaN is larger than every number
     float (*logsumexp)(const float* x, int n);
     // The k best, best first, of equal ones the lower id first. k <= n.
     void (*top_k)(const float* x, int n, int k, float* values, std::int32_t* ids);
+    // The smallest x of the nucleus: of the best ids that together have at least `mass` of sum(exp(x)).
+    float (*nucleus)(const float* x, int n, float mass);
+    // The first id whose cumulative sum of exp(x), in the order of ids, passes `uniform` of the whole. An id of weight 0 never does.
+    int (*draw)(const float* x, int n, double uniform);
 };
 
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
@@ -131,6 +135,7 @@ const Kernels& kernels_portable();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_amx();
 #endif
 
 }  // namespace sidestream

@@ -35,7 +35,7 @@ Decoder::Decoder(const Kernels& kernels_, Spec spec_, const float* cos, const fl
     // Attention keeps, beside its own scratch, the queries and the running and the fresh part of each.
     const std::size_t queries = static_cast<std::size_t>(std::max(MAX_QUERIES, group_size_));
     const std::size_t attention = attend_scratch_bytes(static_cast<std::size_t>(spec.head_dim)) +
-                                  queries * (spec.head_dim * sizeof(bf16) + 2 * (padded_head_ + 2) * sizeof(float) + 2 * sizeof(int)) + 1024;
+                                  queries * (padded_head_ * sizeof(bf16) + 2 * (padded_head_ + 2) * sizeof(float) + 2 * sizeof(int)) + 1024;
     scratch_bytes_ = std::max(matmul_scratch_bytes(widest), attention);
     const std::size_t half = static_cast<std::size_t>(spec.rotary) / 2 * context;
     cos_.assign(cos, cos + half);
@@ -185,11 +185,20 @@ struct Carve {
 
 }  // namespace
 
+// The query heads of one key head, each padded with zeros.
+void Decoder::copy_queries(int row, int head, bf16* to) {
+    const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(row) * spec.num_heads + head * group_size_) * spec.head_dim;
+    for (int j = 0; j < group_size_; j++, to += padded_head_, from += spec.head_dim) {
+        std::memcpy(to, from, sizeof(bf16) * spec.head_dim);
+        std::fill(to + spec.head_dim, to + padded_head_, bf16{0});
+    }
+}
+
 void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch) {
     const int dim = spec.head_dim, queries = tile.count * group_size_, window = spec.windows[layer];
     Carve carve{scratch};
     void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
-    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * dim);
+    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * padded_head_);
     int* first = carve.take<int>(queries);
     int* last = carve.take<int>(queries);
     float* max = carve.take<float>(queries);
@@ -200,8 +209,7 @@ void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int hea
     float* part = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
     for (int i = 0; i < tile.count; i++) {
         const int row = tile.row + i, position = row_position_[row];
-        const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(row) * spec.num_heads + head * group_size_) * dim;
-        std::memcpy(q + static_cast<std::ptrdiff_t>(i) * group_size_ * dim, from, sizeof(bf16) * group_size_ * dim);
+        copy_queries(row, head, q + static_cast<std::ptrdiff_t>(i) * group_size_ * padded_head_);
         for (int j = 0; j < group_size_; j++) {
             first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
             last[i * group_size_ + j] = position;
@@ -228,7 +236,7 @@ void Decoder::attend_group(const Step& step, int layer, const Group& group, int 
     const int dim = spec.head_dim, queries = group.count * group_size_, window = spec.windows[layer];
     Carve carve{scratch};
     void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
-    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * dim);
+    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * padded_head_);
     int* first = carve.take<int>(queries);
     int* last = carve.take<int>(queries);
     float* max = carve.take<float>(queries);
@@ -237,8 +245,7 @@ void Decoder::attend_group(const Step& step, int layer, const Group& group, int 
     const int* rows = group_rows_.data() + group.begin;
     for (int i = 0; i < group.count; i++) {
         const int position = row_position_[rows[i]];
-        const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(rows[i]) * spec.num_heads + head * group_size_) * dim;
-        std::memcpy(q + static_cast<std::ptrdiff_t>(i) * group_size_ * dim, from, sizeof(bf16) * group_size_ * dim);
+        copy_queries(rows[i], head, q + static_cast<std::ptrdiff_t>(i) * group_size_ * padded_head_);
         for (int j = 0; j < group_size_; j++) {
             first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
             last[i * group_size_ + j] = position;
@@ -270,7 +277,9 @@ void Decoder::merge_row(int row) {
 
 void Decoder::attention(const Step& step, int layer, char* scratch) {
     const int heads = spec.num_kv_heads, tiles = static_cast<int>(tiles_.size()) * heads, items = tiles + static_cast<int>(groups_.size()) * heads;
-#pragma omp for schedule(dynamic, 1)
+    // The heads of a group lie side by side in memory: one thread takes them all, unless there are too few groups for that.
+    const int chunk = items >= 4 * heads * omp_get_num_threads() ? heads : 1;
+#pragma omp for schedule(dynamic, chunk)
     for (int i = 0; i < items; i++) {
         if (i < tiles)
             attend_tile(step, layer, tiles_[i / heads], i % heads, scratch);

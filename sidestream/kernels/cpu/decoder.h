@@ -93,6 +93,7 @@ private:
     void attention(const Step& step, int layer, char* scratch);
     void attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch);
     void attend_group(const Step& step, int layer, const Group& group, int head, char* scratch);
+    void copy_queries(int row, int head, bf16* to);
     void merge_row(int row);
     void write_taps(const Step& step, int layer, bool normed);
     KVView view(const Step& step, int layer, int slot, int head) const;

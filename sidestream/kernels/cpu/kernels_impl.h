@@ -11,11 +11,7 @@ namespace {
 using namespace sidestream;
 
 constexpr int VECTORS = PANEL / LANES;
-constexpr int ROW_BLOCK = 24;    // rows whose products wait for the epilogue
-constexpr int BLOCK_PANELS = 4;  // panels likewise
-constexpr int EXPAND_ROWS = 16;  // from here on quantised panels are first expanded to bf16 integers
-
-static_assert(ROW_BLOCK * BLOCK_PANELS * PANEL * sizeof(float) <= TILE_BYTES, "the tile must fit its place in the scratch");
+constexpr int BLOCK_PANELS = 4;  // panels whose products wait for the epilogue, and rows: ROW_BLOCK
 
 // ---------------------------------------------------------------- elementary functions
 
@@ -55,37 +51,6 @@ inline F activate(Activation kind, F x) {
 }
 
 // ---------------------------------------------------------------- products
-
-// M rows x NP panels of bf16 weights. w: first pair of the first panel; panels follow each other at `panel_stride` elements.
-template <int M, int NP>
-inline void tile_bf16(const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
-    F acc[M][NP * VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
-    for (int k = 0; k < pairs; k++) {
-        Pairs weights[NP * VECTORS];
-#pragma GCC unroll 8
-        for (int p = 0; p < NP; p++) {
-            const bf16* at = w + p * panel_stride + (std::ptrdiff_t)k * (2 * PANEL);
-            prefetch(at + 512);
-            prefetch(at + 544);
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) weights[p * VECTORS + v] = load_pairs(at + v * 2 * LANES);
-        }
-#pragma GCC unroll 16
-        for (int i = 0; i < M; i++) {
-            const Pair b = broadcast_pair(x + i * ldx + 2 * k);
-#pragma GCC unroll 16
-            for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = dot(acc[i][j], weights[j], b);
-        }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
-}
 
 // Where the pairs of a quantised group come from: `at(group)` positions, `step<...>` hands over pair after pair.
 struct NibbleSource {
@@ -172,88 +137,6 @@ struct GroupScales {
     }
 };
 
-template <int M, int NP, class Source>
-inline void tile_grouped(const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
-                         const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
-    F acc[M][NP * VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
-    for (int g = 0; g < groups; g++) {
-        F d[M][NP * VECTORS];
-#pragma GCC unroll 16
-        for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-            for (int j = 0; j < NP * VECTORS; j++) d[i][j] = zero();
-        const bf16* xg = x + (std::ptrdiff_t)g * GROUP;
-        source.template group<NP>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-            for (int i = 0; i < M; i++) {
-                const Pair b = broadcast_pair(xg + i * ldx + 2 * pair);
-#pragma GCC unroll 16
-                for (int j = 0; j < NP * VECTORS; j++) d[i][j] = dot(d[i][j], w[j], b);
-            }
-        });
-#pragma GCC unroll 8
-        for (int p = 0; p < NP; p++)
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) {
-                F scale, offset;
-                scales.load_group(g, p, v, scale, offset);
-                const int j = p * VECTORS + v;
-#pragma GCC unroll 16
-                for (int i = 0; i < M; i++) {
-                    if (Source::OFFSET) acc[i][j] = fma(set1(sums[i * ldsums + g]), offset, acc[i][j]);
-                    acc[i][j] = fma(d[i][j], scale, acc[i][j]);
-                }
-            }
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
-}
-
-// Panels that a tile of M rows takes together, so that enough independent chains hide the latency of a dot product.
-constexpr int panels_for(int rows) {
-    return rows * VECTORS >= MIN_CHAINS ? 1 : rows * 2 * VECTORS >= MIN_CHAINS ? 2 : 4;
-}
-
-template <int M, int NP>
-inline void rows_bf16(int m, int np, const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t stride, float* out, std::ptrdiff_t ldo) {
-    if constexpr (M > 1) {
-        if (m < M) return rows_bf16<M - 1, panels_for(M - 1)>(m, np, x, ldx, pairs, w, stride, out, ldo);
-    }
-    int p = 0;
-    for (; p + NP <= np; p += NP) tile_bf16<M, NP>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
-    if constexpr (NP > 2) {
-        for (; p + 2 <= np; p += 2) tile_bf16<M, 2>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
-    }
-    for (; p < np; p++) tile_bf16<M, 1>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
-}
-
-template <int M, int NP, class Source>
-inline void rows_grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, Source source,
-                         GroupScales scales, float* out, std::ptrdiff_t ldo) {
-    if constexpr (M > 1) {
-        if (m < M) return rows_grouped<M - 1, panels_for(M - 1), Source>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-    }
-    while (np > 0) {
-        const int step = np >= NP ? NP : NP > 2 && np >= 2 ? 2 : 1;
-        if (step == NP)
-            tile_grouped<M, NP>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        else if (step == 2)
-            tile_grouped<M, 2>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        else
-            tile_grouped<M, 1>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        np -= step;
-        source.data += step * source.panel_stride;
-        scales.data += step * scales.panel_stride;
-        out += step * PANEL;
-    }
-}
-
 // Rows in pieces as even as they can be: 13 are 7 and 6, not 12 and 1.
 inline int piece_of(int left, int most) {
     const int pieces = (left + most - 1) / most;
@@ -268,6 +151,15 @@ inline void expand_panel(const Source& source, int groups, bf16* out) {
             for (int v = 0; v < VECTORS; v++) store_pairs(out + ((std::ptrdiff_t)g * 16 + pair) * (2 * PANEL) + v * 2 * LANES, w[v]);
         });
 }
+
+// Products of up to MAX_ROWS rows and of MAX_GROUPED_ROWS quantised ones, by tiles of vectors or of the processor's matrix unit.
+#if defined(__AMX_BF16__)
+#include "tiles_amx.h"
+#else
+#include "tiles_vector.h"
+#endif
+
+static_assert(ROW_BLOCK * BLOCK_PANELS * PANEL * sizeof(float) <= TILE_BYTES, "the tile must fit its place in the scratch");
 
 inline void add_group_sum(const bf16* x, float* sum) {
     F total = zero();
@@ -325,6 +217,7 @@ void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch)
     bf16* expanded = (bf16*)((char*)scratch + TILE_BYTES);
     const bool quantized = w.format != Format::BF16, expand = quantized && job.rows >= EXPAND_ROWS;
     const int block_panels = expand ? 2 : BLOCK_PANELS;
+    Tiles tiles;
     const GroupScales all_scales{w.scales, (std::ptrdiff_t)groups * PANEL * (w.minima ? 2 : 1), w.minima};
     for (int panel = panel_begin; panel < panel_end; panel += block_panels) {
         const int panels = panel_end - panel < block_panels ? panel_end - panel : block_panels;
@@ -347,18 +240,16 @@ void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch)
                 const bf16* x = job.x + (row + i) * job.ldx;
                 const float* sums = job.sums ? job.sums + (row + i) * job.ldsums : nullptr;
                 float* out = tile + i * ldt;
-                constexpr int R = MAX_GROUPED_ROWS, NP = panels_for(R);
                 if (!quantized)
-                    rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, panels, x, job.ldx, (int)cols / 2, (const bf16*)w.data + panel * (cols * PANEL),
-                                                              cols * PANEL, out, ldt);
+                    tiles.plain(m, panels, x, job.ldx, (int)cols, (const bf16*)w.data + panel * (cols * PANEL), cols * PANEL, out, ldt);
                 else if (expand && w.format == Format::Q4)
-                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<true>{expanded, cols * PANEL}, scales, out, ldt);
+                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<true>{expanded, cols * PANEL}, scales, out, ldt);
                 else if (expand)
-                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<false>{expanded, cols * PANEL}, scales, out, ldt);
+                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<false>{expanded, cols * PANEL}, scales, out, ldt);
                 else if (w.format == Format::Q4)
-                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, nibbles, scales, out, ldt);
+                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, nibbles, scales, out, ldt);
                 else
-                    rows_grouped<R, NP>(m, panels, x, job.ldx, sums, job.ldsums, groups, bytes, scales, out, ldt);
+                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, bytes, scales, out, ldt);
                 i += m;
             }
             epilogue(job, tile, ldt, row, rows, panel, panels);
@@ -491,42 +382,49 @@ inline std::ptrdiff_t element_of(const KVView& kv, int position) {
     return (((std::ptrdiff_t)page << kv.page_shift) + (position & ((1 << kv.page_shift) - 1))) * kv.stride;
 }
 
-// Keys base + [begin, end) -> panels [32 keys][head_dim/2 pairs][32][2]; the rest of the last panel is zero.
-inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, bf16* out) {
+// Keys base + [begin, end) -> panels [32 keys][padded_dim/2 pairs][32][2]; dims beyond the head, and keys up to whole panels, are zero.
+inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     alignas(64) static const std::uint32_t zeros[16] = {};
-    const int words = head_dim / 2;
-    for (int t = begin; t < end; t += 16) {
+    const int words = head_dim / 2, full = (int)round_up((std::size_t)end, PANEL);
+    for (int t = begin; t < full; t += 16) {
         const std::uint32_t* rows[16];
-        for (int i = 0; i < 16; i++) rows[i] = t + i < end ? (const std::uint32_t*)(kv.keys + element_of(kv, base + t + i)) : nullptr;
-        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (head_dim * PANEL)) + t % PANEL;
+        for (int i = 0; i < 16; i++) {
+            rows[i] = nullptr;
+            if (t + i >= end) continue;
+            const std::ptrdiff_t at = element_of(kv, base + t + i);
+            rows[i] = (const std::uint32_t*)(kv.keys + at);
+            const std::ptrdiff_t ahead = t + i + 16 < end ? element_of(kv, base + t + i + 16) : at;
+            for (int d = 0; d < head_dim; d += 32) {  // a line holds 32 of them
+                prefetch(kv.keys + ahead + d);
+                prefetch(kv.values + at + d);
+            }
+        }
+        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL)) + t % PANEL;
         int c = 0;
         for (; c + 16 <= words; c += 16) {
             const std::uint32_t* from[16];
             for (int i = 0; i < 16; i++) from[i] = rows[i] ? rows[i] + c : zeros;
             transpose16(from, to + c * PANEL, PANEL);
         }
-        for (; c < words; c++)
-            for (int i = 0; i < 16; i++) to[c * PANEL + i] = rows[i] ? rows[i][c] : 0;
-    }
-    if (end % PANEL && end % PANEL <= 16) {  // the second half of the last panel
-        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(end / PANEL) * (head_dim * PANEL)) + 16;
-        for (int c = 0; c < words; c++) __builtin_memcpy(to + c * PANEL, zeros, sizeof(zeros));
+        for (; c < padded_dim / 2; c++)
+            for (int i = 0; i < 16; i++) to[c * PANEL + i] = rows[i] && c < words ? rows[i][c] : 0;
     }
 }
 
-// Values base + [begin, end), begin even -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims beyond the head are zero.
+// Values base + [begin, end), begin even -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims and keys beyond are zero as above.
 inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     static const bf16 zeros[INTERLEAVE] = {};
-    for (int t = begin; t < end; t += 2) {
-        const bf16* a = kv.values + element_of(kv, base + t);
+    const int full = (int)round_up((std::size_t)end, PANEL);
+    for (int t = begin; t < full; t += 2) {
+        const bf16* a = t < end ? kv.values + element_of(kv, base + t) : nullptr;
         const bf16* b = t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
             bf16* to = out + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + t / 2) * (2 * PANEL) + d % PANEL * 2;
             if (d + INTERLEAVE <= head_dim) {
-                interleave(a + d, b ? b + d : zeros, to);
+                interleave(a ? a + d : zeros, b ? b + d : zeros, to);
             } else {
                 for (int i = 0; i < INTERLEAVE; i++) {
-                    to[2 * i] = d + i < head_dim ? a[d + i] : (bf16)0;
+                    to[2 * i] = a && d + i < head_dim ? a[d + i] : (bf16)0;
                     to[2 * i + 1] = b && d + i < head_dim ? b[d + i] : (bf16)0;
                 }
             }
@@ -534,15 +432,17 @@ inline void pack_values(const KVView& kv, int base, int begin, int end, int head
     }
 }
 
-inline void products(const bf16* x, std::ptrdiff_t ldx, int rows, int pairs, const bf16* panel, float* out, std::ptrdiff_t ldo) {
+// cols: a multiple of 32.
+inline void products(Tiles& tiles, const bf16* x, std::ptrdiff_t ldx, int rows, int cols, const bf16* panel, float* out, std::ptrdiff_t ldo) {
     for (int i = 0; i < rows;) {
         const int m = piece_of(rows - i, MAX_ROWS);
-        rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, 1, x + i * ldx, ldx, pairs, panel, 0, out + i * ldo, ldo);
+        tiles.plain(m, 1, x + i * ldx, ldx, cols, panel, 0, out + i * ldo, ldo);
         i += m;
     }
 }
 
 void attend(const AttendJob& job) {
+    Tiles tiles;
     const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
     int low = SPLIT, high = -1;
     for (int i = 0; i < job.queries; i++) {
@@ -560,11 +460,11 @@ void attend(const AttendJob& job) {
     bf16* values = keys + (std::ptrdiff_t)SPLIT * padded;
     float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
     bf16* weights = (bf16*)(scores + (std::ptrdiff_t)MAX_QUERIES * SPLIT);
-    pack_keys(job.kv, base, low, end, dim, keys);
+    pack_keys(job.kv, base, low, end, dim, padded, keys);
     pack_values(job.kv, base, low, end, dim, padded, values);
     const int full = (int)round_up((std::size_t)end, PANEL);
     for (int t = low; t < full; t += PANEL)
-        products(job.q, dim, job.queries, dim / 2, keys + (std::ptrdiff_t)(t / PANEL) * (dim * PANEL), scores + t, SPLIT);
+        products(tiles, job.q, padded, job.queries, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), scores + t, SPLIT);
     for (int i = 0; i < job.queries; i++) {
         const int a = job.first[i] - base, b = job.last[i] - base;
         const F first = set1((float)a), last = set1((float)b), scale = set1(job.scale), nothing = set1(-__builtin_inff());
@@ -592,7 +492,7 @@ void attend(const AttendJob& job) {
         job.sum[i] = reduce_add(total);
     }
     for (int d = 0; d < padded; d += PANEL)
-        products(weights + low, SPLIT, job.queries, (end - low + 1) / 2,
+        products(tiles, weights + low, SPLIT, job.queries, full - low,
                  values + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + low / 2) * (2 * PANEL), job.out + d, padded);
 }
 
@@ -631,11 +531,16 @@ inline float largest(const float* x, int n) {
     return reduce_max(most);
 }
 
-int argmax(const float* x, int n) {
-    const float m = largest(x, n);
-    for (int i = 0; i < n; i++)
-        if (x[i] == m) return i;
-    return -1;
+int argmax(const float* x, int n, float* value) {
+    bool nan = false;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) nan |= any_nan(load(x + i));
+    if (i < n) nan |= any_nan(load_tail(x + i, n - i));
+    const float m = nan ? __builtin_nanf("") : largest(x, n);
+    *value = m;
+    for (i = 0; i < n; i++)
+        if (nan ? x[i] != x[i] : x[i] == m) return i;
+    return 0;
 }
 
 float logsumexp(const float* x, int n) {
@@ -682,9 +587,102 @@ void top_k(const float* x, int n, int k, float* values, std::int32_t* ids) {
     }
 }
 
+constexpr int WEIGHT_BLOCK = 256;
+
+// exp(x - m) of up to WEIGHT_BLOCK ids; zero beyond n.
+inline void weights_of(const float* x, int n, float m, float* weights) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(weights + i, exponential(sub(load(x + i), set1(m))));
+    if (i < n) {
+        store(weights + i, exponential(sub(load_tail(x + i, n - i), set1(m))));
+        i += LANES;
+    }
+    for (; i < WEIGHT_BLOCK; i += LANES) store(weights + i, zero());
+}
+
+// A radix selection over the bits of the weights, which as positive floats are ordered like integers: 12 bits, 12 bits, 6 bits.
+float nucleus(const float* x, int n, float mass) {
+    const float m = largest(x, n);
+    double sums[4096], goal = 0.0, better = 0.0;
+    std::uint32_t prefix = 0;
+    constexpr int SHIFTS[] = {18, 6, 0}, BITS[] = {12, 12, 6};
+    float weights[WEIGHT_BLOCK];
+    for (int level = 0; level < 3; level++) {
+        const int shift = SHIFTS[level], size = 1 << BITS[level];
+        for (int b = 0; b < size; b++) sums[b] = 0.0;
+        for (int start = 0; start < n; start += WEIGHT_BLOCK) {
+            const int count = n - start < WEIGHT_BLOCK ? n - start : WEIGHT_BLOCK;
+            weights_of(x + start, count, m, weights);
+            for (int i = 0; i < count; i++) {
+                std::uint32_t bits;
+                __builtin_memcpy(&bits, weights + i, 4);
+                if (level == 0 || bits >> (shift + BITS[level]) == prefix) sums[(bits >> shift) & (size - 1)] += (double)weights[i];
+            }
+        }
+        if (level == 0) {
+            double total = 0.0;
+            for (int b = size - 1; b >= 0; b--) total += sums[b];
+            goal = total * (double)mass;
+        }
+        int b = size - 1;
+        // The last bucket that holds anything is taken if rounding keeps the goal out of reach.
+        int last = -1;
+        for (; b >= 0; b--) {
+            if (sums[b] == 0.0) continue;
+            last = b;
+            if (better + sums[b] >= goal) break;
+            better += sums[b];
+        }
+        if (b < 0) {
+            b = last < 0 ? 0 : last;
+            better -= sums[b];
+        }
+        prefix = (prefix << BITS[level]) | (std::uint32_t)b;
+    }
+    float least, smallest = m;
+    __builtin_memcpy(&least, &prefix, 4);
+    for (int start = 0; start < n; start += WEIGHT_BLOCK) {
+        const int count = n - start < WEIGHT_BLOCK ? n - start : WEIGHT_BLOCK;
+        weights_of(x + start, count, m, weights);
+        for (int i = 0; i < count; i++)
+            if (weights[i] >= least && x[start + i] < smallest) smallest = x[start + i];
+    }
+    return smallest;
+}
+
+int draw(const float* x, int n, double uniform) {
+    const float m = largest(x, n);
+    float weights[WEIGHT_BLOCK];
+    const auto block_sum = [&](int start) {
+        weights_of(x + start, n - start < WEIGHT_BLOCK ? n - start : WEIGHT_BLOCK, m, weights);
+        F sum = zero();
+        for (int i = 0; i < WEIGHT_BLOCK; i += LANES) sum = add(sum, load(weights + i));
+        return (double)reduce_add(sum);
+    };
+    double total = 0.0, before = 0.0;
+    for (int start = 0; start < n; start += WEIGHT_BLOCK) total += block_sum(start);
+    const double point = uniform * total;
+    int last = 0;
+    for (int start = 0; start < n; start += WEIGHT_BLOCK) {
+        const double sum = block_sum(start);
+        if (sum == 0.0) continue;
+        const bool here = before + sum > point;
+        double within = before;
+        for (int i = 0; i < WEIGHT_BLOCK && start + i < n; i++) {
+            if (weights[i] == 0.0f) continue;
+            last = start + i;
+            within += (double)weights[i];
+            if (here && within > point) return last;
+        }
+        if (here) return last;  // the block's sum was rounded up, its last id is meant
+        before += sum;
+    }
+    return last;
+}
+
 constexpr Kernels table(const char* isa) {
     return Kernels{isa,    matmul, rms_norm, embed,      rope,    to_bf16, attend, merge,
-                   finish, group_sums, convert,  widen, argmax, logsumexp, top_k};
+                   finish, group_sums, convert, widen, argmax, logsumexp, top_k, nucleus, draw};
 }
 
 }  // namespace

@@ -125,9 +125,17 @@ NB_MODULE(_native, m) {
             self.logits(at<const bf16>(hidden), rows, at<float>(out), threads);
         });
 
-    m.def("argmax", [](const std::string& isa, Address x, int rows, int n, Address out, int threads) {
+    m.def("argmax", [](const std::string& isa, Address x, int rows, int n, Address values, Address ids, int threads) {
         const Kernels& kernels = kernels_named(isa);
-        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(out)[i] = kernels.argmax(at<const float>(x) + i * n, n); });
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(ids)[i] = kernels.argmax(at<const float>(x) + i * n, n, at<float>(values) + i); });
+    });
+    m.def("nucleus", [](const std::string& isa, Address x, int rows, int n, Address masses, Address out, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<float>(out)[i] = kernels.nucleus(at<const float>(x) + i * n, n, at<const float>(masses)[i]); });
+    });
+    m.def("draw", [](const std::string& isa, Address x, int rows, int n, Address uniforms, Address out, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(out)[i] = kernels.draw(at<const float>(x) + i * n, n, at<const double>(uniforms)[i]); });
     });
     m.def("logsumexp", [](const std::string& isa, Address x, int rows, int n, Address out, int threads) {
         const Kernels& kernels = kernels_named(isa);

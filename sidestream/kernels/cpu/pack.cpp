@@ -73,7 +73,7 @@ Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, in
     const bool plain = stored == Stored::BF16 || stored == Stored::F32;
     m.format = plain ? Format::BF16 : stored == Stored::Q8_0 ? Format::Q8 : Format::Q4;
     m.minima = stored == Stored::Q4_1;
-    m.cols = plain ? (cols + 1) / 2 * 2 : cols;
+    m.cols = static_cast<int>(round_up(static_cast<std::size_t>(cols), GROUP));
     const int groups = m.cols / GROUP;
     const std::size_t panel_bytes = static_cast<std::size_t>(m.cols) * (m.format == Format::BF16 ? 64 : m.format == Format::Q8 ? 32 : 16);
     const std::size_t panel_scales = plain ? 0 : static_cast<std::size_t>(groups) * PANEL * (m.minima ? 2 : 1);

@@ -42,6 +42,7 @@ inline F inside(F at, F low, F high, F v, F other) {
     return _mm256_blendv_ps(other, v, _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_GE_OQ), _mm256_cmp_ps(at, high, _CMP_LE_OQ)));
 }
 inline bool any_greater(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
+inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 inline float reduce_add(F v) {
     __m128 x = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
     x = _mm_add_ps(x, _mm_movehl_ps(x, x));

@@ -11,8 +11,13 @@ using sidestream::bf16;
 using sidestream::f16;
 
 constexpr int LANES = 16;
-constexpr int MAX_ROWS = 12;         // rows of a tile of products
+#if defined(__AMX_BF16__)
+constexpr int MAX_ROWS = 32;  // rows of a tile of products
+constexpr int MAX_GROUPED_ROWS = 32;
+#else
+constexpr int MAX_ROWS = 12;
 constexpr int MAX_GROUPED_ROWS = 6;  // with a second set of accumulators for the groups
+#endif
 constexpr int MIN_CHAINS = 6;        // independent accumulators that hide the latency of a dot product
 
 using F = __m512;
@@ -41,6 +46,7 @@ inline F inside(F at, F low, F high, F v, F other) {
     return _mm512_mask_blend_ps(m, other, v);
 }
 inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
+inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 inline float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
 inline float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
 

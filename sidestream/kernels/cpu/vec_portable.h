@@ -55,6 +55,10 @@ inline bool any_greater(F a, F b) {
     const I m = a > b;
     return (m[0] | m[1] | m[2] | m[3]) != 0;
 }
+inline bool any_nan(F a) {
+    const I m = a != a;
+    return (m[0] | m[1] | m[2] | m[3]) != 0;
+}
 inline float reduce_add(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 inline float reduce_max(F v) {
     const float a = v[0] > v[2] ? v[0] : v[2], b = v[1] > v[3] ? v[1] : v[3];

@@ -1,0 +1,245 @@
+// Tiles of the matrix unit (AMX): 16 rows of x times 32 values of k times 16 outputs an instruction. Included by kernels_impl.h.
+//
+// The unit sums the even and the odd k of 32 apart and adds both to the product, each step rounded as a float32 fused multiply-add. Where
+// vectors are faster (few rows of quantised weights, which it could not read as they are) they do the very same.
+
+constexpr int ROW_BLOCK = 32;
+constexpr int EXPAND_ROWS = 33;  // more than one block: quantised panels are expanded once for all
+constexpr int VECTOR_ROWS = 1;   // up to here quantised products are made of vectors
+
+struct alignas(64) TileConfig {
+    std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    std::uint16_t row_bytes[16] = {};
+    std::uint8_t rows[16] = {};
+};
+
+inline void split(Pairs both, F& even, F& odd) {
+    const __m512i bits = (__m512i)both;
+    even = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000)));
+}
+
+template <int M, int NP, class Source>
+inline void tile_of_vectors(const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
+                            const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+    F acc[M][NP * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+    for (int g = 0; g < groups; g++) {
+        F even[M][NP * VECTORS], odd[M][NP * VECTORS];
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) even[i][j] = odd[i][j] = zero();
+        const bf16* xg = x + (std::ptrdiff_t)g * GROUP;
+        source.template group<NP>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+            F x_even[M], x_odd[M];
+#pragma GCC unroll 16
+            for (int i = 0; i < M; i++) split(broadcast_pair(xg + i * ldx + 2 * pair), x_even[i], x_odd[i]);
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) {
+                F w_even, w_odd;
+                split(w[j], w_even, w_odd);
+#pragma GCC unroll 16
+                for (int i = 0; i < M; i++) {
+                    even[i][j] = fma(x_even[i], w_even, even[i][j]);
+                    odd[i][j] = fma(x_odd[i], w_odd, odd[i][j]);
+                }
+            }
+        });
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                F scale, offset;
+                scales.load_group(g, p, v, scale, offset);
+                const int j = p * VECTORS + v;
+#pragma GCC unroll 16
+                for (int i = 0; i < M; i++) {
+                    if (Source::OFFSET) acc[i][j] = fma(set1(sums[i * ldsums + g]), offset, acc[i][j]);
+                    acc[i][j] = fma(add(zero(), add(even[i][j], odd[i][j])), scale, acc[i][j]);
+                }
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
+}
+
+template <int M, class Source>
+inline void rows_of_vectors(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, Source source,
+                            GroupScales scales, float* out, std::ptrdiff_t ldo) {
+    if constexpr (M > 1) {
+        if (m < M) return rows_of_vectors<M - 1, Source>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+    }
+    constexpr int NP = M == 1 ? 2 : 1;
+    for (int p = 0; p < np;) {
+        const int step = p + NP <= np ? NP : 1;
+        if (step == NP)
+            tile_of_vectors<M, NP>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        else
+            tile_of_vectors<M, 1>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        source.data += step * source.panel_stride;
+        scales.data += step * scales.panel_stride;
+        out += step * PANEL;
+        p += step;
+    }
+}
+
+// Registers: 0 to 3 products, 4 and 5 rows of x, 6 and 7 weights.
+class Tiles {
+public:
+    Tiles() = default;
+    Tiles(const Tiles&) = delete;
+    ~Tiles() {
+        if (first_) _tile_release();
+    }
+
+    // x: [m, cols] of [m, ldx], m <= MAX_ROWS; np panels of weights -> out: [m, 32 np] of [m, ldo].
+    void plain(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+        const long x_bytes = ldx * 2, out_bytes = ldo * 4;
+        asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
+        if (m <= 16) {  // two panels at a time: four independent chains
+            configure(m, m);
+            for (int p = 0; p < np; p += 2) {
+                const bool both = p + 1 < np;
+                const bf16 *first = w + p * panel_stride, *second = first + (both ? panel_stride : 0);
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int k = 0; k < cols; k += 32) {
+                    for (int line = 0; line < 32; line++) {
+                        prefetch(first + (k + 64) * PANEL + line * 32);
+                        if (both) prefetch(second + (k + 64) * PANEL + line * 32);
+                    }
+                    _tile_loadd(4, x + k, x_bytes);
+                    _tile_loadd(6, first + k * PANEL, 4 * PANEL);
+                    _tile_loadd(7, first + k * PANEL + 32, 4 * PANEL);
+                    _tile_dpbf16ps(0, 4, 6);
+                    _tile_dpbf16ps(1, 4, 7);
+                    if (both) {
+                        _tile_loadd(6, second + k * PANEL, 4 * PANEL);
+                        _tile_loadd(7, second + k * PANEL + 32, 4 * PANEL);
+                        _tile_dpbf16ps(2, 4, 6);
+                        _tile_dpbf16ps(3, 4, 7);
+                    }
+                }
+                float* to = out + p * PANEL;
+                _tile_stored(0, to, out_bytes);
+                _tile_stored(1, to + 16, out_bytes);
+                if (both) {
+                    _tile_stored(2, to + PANEL, out_bytes);
+                    _tile_stored(3, to + PANEL + 16, out_bytes);
+                }
+            }
+            return;
+        }
+        configure(16, m - 16);
+        const bf16* lower = x + 16 * ldx;
+        for (int p = 0; p < np; p++, w += panel_stride, out += PANEL) {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int k = 0; k < cols; k += 32) {
+                _tile_loadd(4, x + k, x_bytes);
+                _tile_loadd(6, w + k * PANEL, 4 * PANEL);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, w + k * PANEL + 32, 4 * PANEL);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_loadd(5, lower + k, x_bytes);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, out, out_bytes);
+            _tile_stored(1, out + 16, out_bytes);
+            _tile_stored(2, out + 16 * ldo, out_bytes);
+            _tile_stored(3, out + 16 * ldo + 16, out_bytes);
+        }
+    }
+
+    // The same for quantised weights, m <= MAX_GROUPED_ROWS: the products of a group are scaled and summed in vectors.
+    template <class Source>
+    void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
+                 const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        if (m <= VECTOR_ROWS) return rows_of_vectors<VECTOR_ROWS>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        const int upper = m < 16 ? m : 16, lower = m - upper;
+        configure(upper, lower ? lower : 1);
+        const long x_bytes = ldx * 2;
+        alignas(64) float products[32 * PANEL];
+        alignas(64) bf16 weights[2][GROUP * PANEL];
+        for (int p = 0; p < np; p++) {
+            Source panel = source;
+            panel.data += p * panel.panel_stride;
+            const bf16* w = weights_of_group(panel, 0, weights[0]);
+            for (int g = 0; g < groups; g++) {
+                // The next group is written while this one is multiplied: the unit's loads wait for stores to arrive.
+                const bf16* next = g + 1 < groups ? weights_of_group(panel, g + 1, weights[(g + 1) & 1]) : nullptr;
+                asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_loadd(4, x + g * GROUP, x_bytes);
+                _tile_loadd(6, w, 4 * PANEL);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(7, w + 32, 4 * PANEL);
+                _tile_dpbf16ps(1, 4, 7);
+                if (lower) {
+                    _tile_zero(2);
+                    _tile_zero(3);
+                    _tile_loadd(5, x + 16 * ldx + g * GROUP, x_bytes);
+                    _tile_dpbf16ps(2, 5, 6);
+                    _tile_dpbf16ps(3, 5, 7);
+                }
+                _tile_stored(0, products, 4 * PANEL);
+                _tile_stored(1, products + 16, 4 * PANEL);
+                if (lower) {
+                    _tile_stored(2, products + 16 * PANEL, 4 * PANEL);
+                    _tile_stored(3, products + 16 * PANEL + 16, 4 * PANEL);
+                }
+                w = next;
+                F scale[VECTORS], offset[VECTORS];
+                for (int v = 0; v < VECTORS; v++) scales.load_group(g, p, v, scale[v], offset[v]);
+                for (int i = 0; i < m; i++) {
+                    float* to = out + i * ldo + p * PANEL;
+                    const F sum = Source::OFFSET ? set1(sums[i * ldsums + g]) : zero();
+#pragma GCC unroll 2
+                    for (int v = 0; v < VECTORS; v++) {
+                        F acc = g ? load(to + v * LANES) : zero();
+                        if (Source::OFFSET) acc = fma(sum, offset[v], acc);
+                        store(to + v * LANES, fma(load(products + i * PANEL + v * LANES), scale[v], acc));
+                    }
+                }
+            }
+        }
+    }
+
+private:
+    void configure(int first, int second) {
+        if (first == first_ && second == second_) return;
+        TileConfig config;
+        for (int t = 0; t < 8; t++) {
+            config.row_bytes[t] = 64;
+            config.rows[t] = (std::uint8_t)(t >= 6 ? 16 : t == 0 || t == 1 || t == 4 ? first : second);
+        }
+        _tile_loadconfig(&config);
+        first_ = first;
+        second_ = second;
+    }
+
+    template <bool WITH_OFFSET> static const bf16* weights_of_group(const ExpandedSource<WITH_OFFSET>& source, int g, bf16*) {
+        return source.data + (std::ptrdiff_t)g * (GROUP * PANEL);
+    }
+    template <class Source> static const bf16* weights_of_group(const Source& source, int g, bf16* to) {
+        source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) store_pairs(to + pair * (2 * PANEL) + v * 2 * LANES, w[v]);
+        });
+        return to;
+    }
+
+    int first_ = 0, second_ = 0;
+};

@@ -1,0 +1,129 @@
+// Tiles of vector registers. Included by kernels_impl.h, in its anonymous namespace.
+
+constexpr int ROW_BLOCK = 24;
+constexpr int EXPAND_ROWS = 16;  // from here on quantised panels are first expanded to bf16 integers
+
+// M rows x NP panels of bf16 weights. w: first pair of the first panel; panels follow each other at `panel_stride` elements.
+template <int M, int NP>
+inline void tile_bf16(const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+    F acc[M][NP * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+    for (int k = 0; k < pairs; k++) {
+        Pairs weights[NP * VECTORS];
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++) {
+            const bf16* at = w + p * panel_stride + (std::ptrdiff_t)k * (2 * PANEL);
+            prefetch(at + 512);
+            prefetch(at + 544);
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) weights[p * VECTORS + v] = load_pairs(at + v * 2 * LANES);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++) {
+            const Pair b = broadcast_pair(x + i * ldx + 2 * k);
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = dot(acc[i][j], weights[j], b);
+        }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
+}
+
+template <int M, int NP, class Source>
+inline void tile_grouped(const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
+                         const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+    F acc[M][NP * VECTORS];
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+    for (int g = 0; g < groups; g++) {
+        F d[M][NP * VECTORS];
+#pragma GCC unroll 16
+        for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+            for (int j = 0; j < NP * VECTORS; j++) d[i][j] = zero();
+        const bf16* xg = x + (std::ptrdiff_t)g * GROUP;
+        source.template group<NP>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+            for (int i = 0; i < M; i++) {
+                const Pair b = broadcast_pair(xg + i * ldx + 2 * pair);
+#pragma GCC unroll 16
+                for (int j = 0; j < NP * VECTORS; j++) d[i][j] = dot(d[i][j], w[j], b);
+            }
+        });
+#pragma GCC unroll 8
+        for (int p = 0; p < NP; p++)
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                F scale, offset;
+                scales.load_group(g, p, v, scale, offset);
+                const int j = p * VECTORS + v;
+#pragma GCC unroll 16
+                for (int i = 0; i < M; i++) {
+                    if (Source::OFFSET) acc[i][j] = fma(set1(sums[i * ldsums + g]), offset, acc[i][j]);
+                    acc[i][j] = fma(d[i][j], scale, acc[i][j]);
+                }
+            }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < M; i++)
+#pragma GCC unroll 16
+        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
+}
+
+// Panels that a tile of M rows takes together, so that enough independent chains hide the latency of a dot product.
+constexpr int panels_for(int rows) {
+    return rows * VECTORS >= MIN_CHAINS ? 1 : rows * 2 * VECTORS >= MIN_CHAINS ? 2 : 4;
+}
+
+template <int M, int NP>
+inline void rows_bf16(int m, int np, const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t stride, float* out, std::ptrdiff_t ldo) {
+    if constexpr (M > 1) {
+        if (m < M) return rows_bf16<M - 1, panels_for(M - 1)>(m, np, x, ldx, pairs, w, stride, out, ldo);
+    }
+    int p = 0;
+    for (; p + NP <= np; p += NP) tile_bf16<M, NP>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    if constexpr (NP > 2) {
+        for (; p + 2 <= np; p += 2) tile_bf16<M, 2>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    }
+    for (; p < np; p++) tile_bf16<M, 1>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+}
+
+template <int M, int NP, class Source>
+inline void rows_grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, Source source,
+                         GroupScales scales, float* out, std::ptrdiff_t ldo) {
+    if constexpr (M > 1) {
+        if (m < M) return rows_grouped<M - 1, panels_for(M - 1), Source>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+    }
+    while (np > 0) {
+        const int step = np >= NP ? NP : NP > 2 && np >= 2 ? 2 : 1;
+        if (step == NP)
+            tile_grouped<M, NP>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        else if (step == 2)
+            tile_grouped<M, 2>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        else
+            tile_grouped<M, 1>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+        np -= step;
+        source.data += step * source.panel_stride;
+        scales.data += step * scales.panel_stride;
+        out += step * PANEL;
+    }
+}
+
+struct Tiles {
+    // x: [m, cols] of [m, ldx], m <= MAX_ROWS; np panels of weights -> out: [m, 32 np] of [m, ldo].
+    void plain(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+        rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, np, x, ldx, cols / 2, w, panel_stride, out, ldo);
+    }
+    template <class Source>
+    void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
+                 const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        rows_grouped<MAX_GROUPED_ROWS, panels_for(MAX_GROUPED_ROWS)>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
+    }
+};
