@@ -281,7 +281,7 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
         for (int i = 0; i < rows; i++)
             for (int p = 0; p < panels; p += 2) {
                 const float *gate = tile + i * ldt + p * PANEL, *up = gate + PANEL;
-                const float *gate_bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr, *up_bias = gate_bias + PANEL;
+                const float *gate_bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr, *up_bias = gate_bias ? gate_bias + PANEL : nullptr;
                 const std::ptrdiff_t column = (std::ptrdiff_t)(panel + p) / 2 * PANEL;
                 bf16* act = job.act + (row + i) * job.ldact + column;
 #pragma GCC unroll 8
