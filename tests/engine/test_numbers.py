@@ -15,8 +15,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sidestream import Engine, Output, SamplingParams
+from sidestream.engine.memory import DeviceMemory
 from sidestream.models import llama
-from sidestream.models.decoder import Decoder, ForwardInputs, plan_attention
+from sidestream.models.decoder import Decoder
+from sidestream.models.interpreter import Spans
 from sidestream.models.loader import LoadedModel, load_model
 from sidestream.models.spec import stored_name
 from sidestream.text.tokenizer import Tokenizer
@@ -285,27 +287,19 @@ class Paged:
     def __init__(self, model: LoadedModel, dtype: torch.dtype, texts: Tensor, page: int = 16) -> None:
         spec = model.spec
         self.decoder = Decoder(spec, {name: weight.to(dtype) for name, weight in model.weights.items()}, context=512)
-        self.texts, self.page = texts, page
-        count, pages = len(texts), -(-texts.shape[1] // page)
-        self.table = 1 + torch.arange(pages * count, dtype=torch.int32).view(pages, count).T.contiguous()  # [texts, pages]
-        self.keys = torch.zeros(spec.num_layers, (1 + pages * count) * page, spec.num_kv_heads, spec.head_dim, dtype=dtype)
-        self.values = torch.zeros_like(self.keys)
+        count, length = texts.shape
+        pages = -(-length // page)
+        self.memory = DeviceMemory(spec, num_pages=pages * count, page_size=page, slots=count, context=512, dtype=dtype, device=CPU)
+        self.memory.page_table[:, :pages] = 1 + torch.arange(pages * count, dtype=torch.int32).view(pages, count).T
+        self.memory.token_table[:, :length] = texts
+        self.count = count
 
     def forward(self, start: int, end: int) -> Tensor:
         """Logprobs [texts, end - start, vocabulary] of one step over these positions of every text."""
-        count, length = len(self.texts), end - start
-        slots = np.arange(count)
-        positions = torch.arange(start, end).repeat(count)
-        rows = torch.arange(count).repeat_interleave(length)
-        starts, lengths = np.full(count, start), np.full(count, length)
-        inputs = ForwardInputs(
-            token_ids=self.texts[:, start:end].flatten(),
-            positions=positions,
-            cache_rows=self.table[rows, positions // self.page].long() * self.page + positions % self.page,
-            groups=plan_attention(self.decoder.spec, self.table, self.page, slots, starts, lengths, torch.from_numpy),
-        )
+        count, length = self.count, end - start
+        spans = Spans(np.arange(count), np.full(count, start), np.full(count, length))
         with torch.inference_mode():
-            hidden = self.decoder.forward(inputs, self.keys, self.values, ())
+            hidden, _ = self.decoder.forward(spans, self.memory)
             return self.decoder.logits(hidden).log_softmax(-1).view(count, length, -1)
 
 

@@ -57,11 +57,12 @@ def test_other_dtypes(tmp_path: Path, save_llama: Any) -> None:
 def test_weights_do_not_alias_the_file(tmp_path: Path, save_llama: Any) -> None:
     save_llama(tmp_path)
     model = load_model(str(tmp_path), dtype=torch.float32, device=CPU)
-    before = model.weights["layers.1.q"].clone()
+    weight = model.weights["layers.1.q"]
+    before = weight.clone()
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.seek(5000)
         file.write(bytes(100_000))
-    assert torch.equal(model.weights["layers.1.q"], before)
+    assert torch.equal(weight, before)
 
 
 def test_a_head_in_the_file_of_a_tied_model(tmp_path: Path, save_llama: Any) -> None:
