@@ -542,6 +542,12 @@ inline void products(const bf16* x, std::ptrdiff_t ldx, int rows, int pairs, con
     }
 }
 
+inline bool any_nan(const float* x, int n) {
+    int found = 0;
+    for (int i = 0; i < n; i++) found |= x[i] != x[i];
+    return found != 0;
+}
+
 void attend(const AttendJob& job) {
     const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
     int low = SPLIT, high = -1;
@@ -594,6 +600,19 @@ void attend(const AttendJob& job) {
     for (int d = 0; d < padded; d += PANEL)
         products(weights + low, SPLIT, job.queries, (end - low + 1) / 2,
                  values + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + low / 2) * (2 * PANEL), job.out + d, padded);
+    // 0 * NaN is NaN: a value that is not finite spoils the queries that do not see it. Each is then computed by itself.
+    if (job.queries > 1 && any_nan(job.out, job.queries * padded))
+        for (int i = 0; i < job.queries; i++) {
+            AttendJob one = job;
+            one.queries = 1;
+            one.q += (std::ptrdiff_t)i * dim;
+            one.first += i;
+            one.last += i;
+            one.max += i;
+            one.sum += i;
+            one.out += (std::ptrdiff_t)i * padded;
+            attend(one);
+        }
 }
 
 void merge(float part_max, float part_sum, const float* part, int padded_dim, float* max_, float* sum, float* out) {
