@@ -216,20 +216,31 @@ def assert_right(spec: DecoderSpec, stored: Callable[[str], str]) -> None:
 
 # However it is computed.
 
-Plan = tuple[str, str, int, int, int, int]
+ANYTHING: dict[str, Any] = {
+    "name": st.sampled_from(sorted(SPECS)),
+    "stored": st.sampled_from(["BF16", "BF16", *STORED]),
+    "page_bits": st.integers(0, 8),
+    "threads": st.sampled_from([1, 1, 1, 2]),
+    "seed": st.integers(0, 2**32 - 1),
+}
+FUZZ: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    name=st.sampled_from(sorted(SPECS)),
-    stored=st.sampled_from(["BF16", "BF16", *STORED]),
-    page_bits=st.integers(0, 8),
-    threads=st.sampled_from([1, 1, 2]),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_position_has_the_same_bits_however_it_is_computed(
-    native: ModuleType, use_isa: str, name: str, stored: str, page_bits: int, threads: int, seed: int
-) -> None:
+@settings(max_examples=4, **FUZZ)
+@given(**ANYTHING)
+def test_a_position_has_the_same_bits_however_it_is_computed(native: ModuleType, use_isa: str, **traffic: Any) -> None:
+    run_traffic(**traffic)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(max_examples=150, **FUZZ)
+@given(**ANYTHING)
+def test_the_same_at_length(native: ModuleType, use_isa: str, **traffic: Any) -> None:
+    run_traffic(**traffic)
+
+
+def run_traffic(name: str, stored: str, page_bits: int, threads: int, seed: int) -> None:
     spec = make_spec(**SPECS[name]) if stored == "BF16" else make_spec(**QUANTIZED, windows=(None, 50))
     decoder = NativeDecoder(spec, Weights(spec, STORED.get(stored, lambda _: "BF16")), context=CONTEXT, threads=1)
     Traffic(decoder, 2**page_bits, np.random.default_rng(seed)).run(threads)
@@ -275,7 +286,7 @@ class Traffic:
 
     def run(self, threads: int) -> None:
         random = self.random
-        for step in range(25):
+        for step in range(15):
             for slot in set(range(self.slots)) - set(self.live):
                 if random.random() < 0.5:
                     self.admit(slot)
