@@ -173,7 +173,7 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
         for (int i = 0; i < rows; i++)
             for (int p = 0; p < panels; p += 2) {
                 const float *gate = tile + i * ldt + p * PANEL, *up = gate + PANEL;
-                const float *gate_bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr, *up_bias = gate_bias + PANEL;
+                const float *gate_bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr, *up_bias = gate_bias ? gate_bias + PANEL : nullptr;
                 const std::ptrdiff_t column = (std::ptrdiff_t)(panel + p) / 2 * PANEL;
                 bf16* act = job.act + (row + i) * job.ldact + column;
 #pragma GCC unroll 8
@@ -441,6 +441,12 @@ inline void products(Tiles& tiles, const bf16* x, std::ptrdiff_t ldx, int rows, 
     }
 }
 
+inline bool any_nan(const float* x, int n) {
+    int found = 0;
+    for (int i = 0; i < n; i++) found |= x[i] != x[i];
+    return found != 0;
+}
+
 void attend(const AttendJob& job) {
     Tiles tiles;
     const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
@@ -494,6 +500,19 @@ void attend(const AttendJob& job) {
     for (int d = 0; d < padded; d += PANEL)
         products(tiles, weights + low, SPLIT, job.queries, full - low,
                  values + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + low / 2) * (2 * PANEL), job.out + d, padded);
+    // 0 * NaN is NaN: a value that is not finite spoils the queries that do not see it. Each is then computed by itself.
+    if (job.queries > 1 && any_nan(job.out, job.queries * padded))
+        for (int i = 0; i < job.queries; i++) {
+            AttendJob one = job;
+            one.queries = 1;
+            one.q += (std::ptrdiff_t)i * dim;
+            one.first += i;
+            one.last += i;
+            one.max += i;
+            one.sum += i;
+            one.out += (std::ptrdiff_t)i * padded;
+            attend(one);
+        }
 }
 
 void merge(float part_max, float part_sum, const float* part, int padded_dim, float* max_, float* sum, float* out) {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 #include <omp.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <tuple>
 
@@ -146,7 +147,8 @@ NB_MODULE(_native, m) {
         over_rows(rows, threads, [&](std::ptrdiff_t i) { kernels.top_k(at<const float>(x) + i * n, n, k, at<float>(values) + i * k, at<std::int32_t>(ids) + i * k); });
     });
 
-    // For the tests: one product on its own. x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
+    // For the tests, from here on: one kernel on its own.
+    // x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
     m.def("matmul", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
         const Kernels& kernels = kernels_named(isa);
         Arena arena;
@@ -173,5 +175,37 @@ NB_MODULE(_native, m) {
         Arena arena;
         const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, arena);
         kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
+    });
+    // x, weight, out: zero from n up to a multiple of 32.
+    m.def("rms_norm", [](const std::string& isa, Address x, Address weight, float eps, int n, Address out) {
+        kernels_named(isa).rms_norm(at<const float>(x), at<const float>(weight), eps, n, at<bf16>(out), nullptr);
+    });
+    m.def("rope", [](const std::string& isa, Address x, Address norm_weight, float eps, Address cos, Address sin, int rotary, int head_dim, Address out) {
+        kernels_named(isa).rope(at<const float>(x), at<const float>(norm_weight), eps, at<const float>(cos), at<const float>(sin), rotary, head_dim, at<bf16>(out));
+    });
+    m.def("convert", [](const std::string& isa, Address x, int n, int type, Address out) {
+        kernels_named(isa).convert(at<const float>(x), n, static_cast<RowType>(type), at<void>(out));
+    });
+    // All parts of the attention of some queries, merged. kv: (keys, values, stride, pages, page shift); sees: first and last, [queries].
+    m.def("attend", [](const std::string& isa, std::tuple<Address, Address, std::ptrdiff_t, Address, int> kv, int head_dim, Address q, int queries,
+                       std::tuple<Address, Address> sees, float scale, Address out) {
+        const Kernels& kernels = kernels_named(isa);
+        const std::size_t padded = round_up(static_cast<std::size_t>(head_dim), PANEL), n = static_cast<std::size_t>(queries);
+        Buffer<char> scratch;
+        Buffer<float> max, sum, part, part_max, part_sum, acc;
+        scratch.reserve(attend_scratch_bytes(static_cast<std::size_t>(head_dim)));
+        for (Buffer<float>* each : {&max, &sum, &part_max, &part_sum}) each->reserve(n);
+        for (Buffer<float>* each : {&part, &acc}) each->reserve(n * padded);
+        const int *first = at<const int>(std::get<0>(sees)), *last = at<const int>(std::get<1>(sees));
+        std::fill_n(max.get(), n, -__builtin_inff());
+        AttendJob job{{at<const bf16>(std::get<0>(kv)), at<const bf16>(std::get<1>(kv)), std::get<2>(kv), at<const std::int32_t>(std::get<3>(kv)), std::get<4>(kv)},
+                      0, head_dim, static_cast<int>(padded), queries, at<const bf16>(q), first, last, scale, part_max.get(), part_sum.get(), part.get(), scratch.get()};
+        for (; job.split <= *std::max_element(last, last + queries) / SPLIT; job.split++) {
+            kernels.attend(job);
+            for (std::size_t i = 0; i < n; i++)
+                kernels.merge(job.max[i], job.sum[i], job.out + i * padded, job.padded_dim, max.get() + i, sum.get() + i, acc.get() + i * padded);
+        }
+        for (std::size_t i = 0; i < n; i++)
+            kernels.finish(acc.get() + i * padded, sum.get()[i], head_dim, at<bf16>(out) + i * static_cast<std::size_t>(head_dim));
     });
 }
