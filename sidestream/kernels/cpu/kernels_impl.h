@@ -17,6 +17,11 @@ constexpr int EXPAND_ROWS = 16;  // from here on quantised panels are first expa
 
 static_assert(ROW_BLOCK * BLOCK_PANELS * PANEL * sizeof(float) <= TILE_BYTES, "the tile must fit its place in the scratch");
 
+// integer_impl.h, included after this file
+void matmul_integer(const MatmulJob& job, int panel_begin, int panel_end, float* tile);
+void quantize(const bf16* x, int n, const Int8Rows& out);
+float integer_weight(const Matrix& w, int row, int column);
+
 // ---------------------------------------------------------------- elementary functions
 
 // Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf.
@@ -290,7 +295,10 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
                     if (job.bias) g = add(g, load(gate_bias + v)), u = add(u, load(up_bias + v));
                     store_bf16(act + v, mul(activate(job.activation, g), u));
                 }
-                add_group_sum(act, job.act_sums + (row + i) * (job.ldact / GROUP) + column / GROUP);
+                if (job.act8.values)
+                    quantize(act, GROUP, job.act8.from(row + i, column / GROUP));
+                else
+                    add_group_sum(act, job.act_sums + (row + i) * (job.ldact / GROUP) + column / GROUP);
             }
         return;
     }
@@ -319,6 +327,7 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
 
 void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch) {
     const Matrix& w = *job.w;
+    if (is_integer(w.format)) return matmul_integer(job, panel_begin, panel_end, (float*)scratch);
     const std::ptrdiff_t cols = w.cols;
     const int groups = w.cols / GROUP;
     float* tile = (float*)scratch;
@@ -400,6 +409,8 @@ void embed(const Matrix& w, int row, float scale, float* out) {
             __builtin_memcpy(out + k + 1, &second, 4);
             at += 2 * PANEL;
         }
+    } else if (is_integer(w.format)) {
+        for (int k = 0; k < w.cols; k++) out[k] = integer_weight(w, row, k);
     } else {
         const int groups = w.cols / GROUP;
         for (int g = 0; g < groups; g++) {
@@ -684,7 +695,7 @@ void top_k(const float* x, int n, int k, float* values, std::int32_t* ids) {
 
 constexpr Kernels table(const char* isa) {
     return Kernels{isa,    matmul, rms_norm, embed,      rope,    to_bf16, attend, merge,
-                   finish, group_sums, convert,  widen, argmax, logsumexp, top_k};
+                   finish, group_sums, quantize, convert, widen, argmax, logsumexp, top_k};
 }
 
 }  // namespace
