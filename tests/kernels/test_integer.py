@@ -133,7 +133,7 @@ def test_what_becomes_4_bits_loses_less_than_by_extremes(kind):
         )
     )
     ratio = ((got - values).square().sum() / (by_extremes - values).square().sum()).item()
-    assert ratio < 0.97
+    assert ratio < 0.92
 
 
 def test_a_constant_group_is_kept_in_4_bits():

@@ -142,7 +142,7 @@ constexpr int INTERLEAVE = 16;
 
 // ---- integers: 16 outputs x 4 consecutive k in unsigned bytes, times 4 consecutive k of x in signed bytes
 
-constexpr int MAX_INTEGER_ROWS = 6;
+constexpr int MAX_INTEGER_ROWS = 4;
 constexpr int INTEGER_VECTORS = 2;  // vectors of outputs in a tile
 
 using I = __m512i;
