@@ -69,8 +69,7 @@ def product(isa: str, packing: int, kind: str, weight: torch.Tensor, outputs: in
 def packed_values(packing: int, kind: str, weight: torch.Tensor, outputs: int, cols: int, isa: str = "portable") -> torch.Tensor:
     """The matrix that is computed with, in float32: [outputs, cols to 32]."""
     rows = torch.empty(outputs, padded(cols))
-    for row in range(outputs):
-        native.integer_embed(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, row, rows[row].data_ptr())
+    native.integer_embed(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, rows.data_ptr())
     return rows
 
 

@@ -86,7 +86,8 @@ inline void rows_integer(int m, const Int8Rows& x, int groups, const std::uint8_
 template <int BITS, bool MINIMA>
 inline void panels_integer(const MatmulJob& job, int panel_begin, int panel_end, float* tile) {
     const int groups = job.w->cols / GROUP;
-    const std::ptrdiff_t panel_bytes = (std::ptrdiff_t)groups * group_bytes(BITS), panel_scales = (std::ptrdiff_t)groups * PANEL * (MINIMA ? 2 : 1);
+    const std::ptrdiff_t panel_bytes = (std::ptrdiff_t)groups * group_bytes(BITS);
+    const std::ptrdiff_t panel_scales = (std::ptrdiff_t)groups * PANEL * (MINIMA ? 2 : 1);
     for (int panel = panel_begin; panel < panel_end; panel += INTEGER_PANELS) {
         const int panels = panel_end - panel < INTEGER_PANELS ? panel_end - panel : INTEGER_PANELS;
         const std::ptrdiff_t ldt = panels * PANEL;
@@ -95,8 +96,9 @@ inline void panels_integer(const MatmulJob& job, int panel_begin, int panel_end,
             for (int p = 0; p < panels; p++)
                 for (int i = 0; i < rows;) {
                     const int m = piece_of(rows - i, MAX_INTEGER_ROWS);
-                    rows_integer<BITS, MINIMA, MAX_INTEGER_ROWS>(m, job.x8.from(row + i), groups, (const std::uint8_t*)job.w->data + (panel + p) * panel_bytes,
-                                                                 job.w->scales + (panel + p) * panel_scales, tile + i * ldt + p * PANEL, ldt);
+                    const std::uint8_t* weights = (const std::uint8_t*)job.w->data + (panel + p) * panel_bytes;
+                    const f16* scales = job.w->scales + (panel + p) * panel_scales;
+                    rows_integer<BITS, MINIMA, MAX_INTEGER_ROWS>(m, job.x8.from(row + i), groups, weights, scales, tile + i * ldt + p * PANEL, ldt);
                     i += m;
                 }
             epilogue(job, tile, ldt, row, rows, panel, panels);

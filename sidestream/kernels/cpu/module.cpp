@@ -169,7 +169,7 @@ NB_MODULE(_native, m) {
         kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
     });
 
-    // The same with 8-bit activations: rows to integers, a product of such rows, and a packed row as float32.
+    // The same with 8-bit activations: rows to integers, a product of such rows, and a packed matrix as float32.
     m.def("quantize", [](const std::string& isa, Address x, int rows, int cols, Address values, Address scales, Address sums, Address offsets) {
         const Int8Rows out{at<std::int8_t>(values), at<float>(scales), at<float>(sums), at<std::int32_t>(offsets), cols};
         for (int i = 0; i < rows; i++) kernels_named(isa).quantize(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * cols, cols, out.from(i));
@@ -192,9 +192,9 @@ NB_MODULE(_native, m) {
         job.scale = 1.0f;
         kernels.matmul(job, 0, w.panels, scratch.get());
     });
-    m.def("integer_embed", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, int row, Address out) {
+    m.def("integer_embed", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address out) {
         Arena arena;
         const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
-        kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
+        for (int row = 0; row < weight_rows; row++) kernels_named(isa).embed(w, row, 1.0f, at<float>(out) + static_cast<std::ptrdiff_t>(row) * w.cols);
     });
 }

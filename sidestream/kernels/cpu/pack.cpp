@@ -1,5 +1,6 @@
 #include "pack.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -76,53 +77,55 @@ void pack_i8(const std::uint8_t* row, int groups, int column, std::uint8_t* pane
 
 // A stored row in float32.
 void widen_row(Stored stored, const std::uint8_t* row, int cols, float* out) {
-    const int bytes = stored == Stored::F32 ? 0 : block_bytes(stored);
-    for (int k = 0; k < cols; k++) {
-        const std::uint8_t* block = row + static_cast<std::size_t>(k / GROUP) * bytes;
-        const auto half = [&](int at) {
-            f16 bits;
-            std::memcpy(&bits, block + at, 2);
-            return half_to_float(bits);
-        };
-        const int i = k % GROUP;
-        if (stored == Stored::F32) {
-            std::memcpy(out + k, row + 4 * static_cast<std::size_t>(k), 4);
-        } else if (stored == Stored::BF16) {
-            bf16 bits;
-            std::memcpy(&bits, row + 2 * static_cast<std::size_t>(k), 2);
-            out[k] = widen_one(bits);
-        } else if (stored == Stored::Q8_0) {
-            out[k] = half(0) * static_cast<float>(static_cast<std::int8_t>(block[2 + i]));
-        } else {
-            const bool minima = stored == Stored::Q4_1;
-            const int q = block[(minima ? 4 : 2) + i % 16] >> (i / 16 * 4) & 15;
-            out[k] = minima ? half(0) * static_cast<float>(q) + half(2) : half(0) * static_cast<float>(q - 8);
+    if (stored == Stored::F32) {
+        std::memcpy(out, row, sizeof(float) * static_cast<std::size_t>(cols));
+        return;
+    }
+    if (stored == Stored::BF16) {
+        for (int k = 0; k < cols; k++) {
+            bf16 value;
+            std::memcpy(&value, row + 2 * k, 2);
+            out[k] = widen_one(value);
+        }
+        return;
+    }
+    for (int g = 0; g < cols / GROUP; g++, row += block_bytes(stored), out += GROUP) {
+        f16 halves[2];
+        std::memcpy(halves, row, 4);
+        const float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
+        for (int k = 0; k < GROUP; k++) {
+            const int nibble = row[(stored == Stored::Q4_1 ? 4 : 2) + k % 16] >> (k / 16 * 4) & 15;
+            if (stored == Stored::Q8_0)
+                out[k] = d * static_cast<float>(static_cast<std::int8_t>(row[2 + k]));
+            else
+                out[k] = stored == Stored::Q4_1 ? d * static_cast<float>(nibble) + m : d * static_cast<float>(nibble - 8);
         }
     }
 }
 
-int nearest(float value, int low, int high) {
-    return static_cast<int>(std::nearbyintf(std::fmin(std::fmax(value, static_cast<float>(low)), static_cast<float>(high))));
+int nearest(float value, float low, float high) {
+    value = value < low ? low : value > high ? high : value;
+    return static_cast<int>((value + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
 }
 
 void to_q8_0(const float* x, std::uint8_t* block) {
     float most = 0.0f;
-    for (int k = 0; k < GROUP; k++) most = std::fmax(most, std::fabs(x[k]));
+    for (int k = 0; k < GROUP; k++) most = std::max(most, std::fabs(x[k]));
     const f16 scale = float_to_half(most / 127.0f);
     const float d = half_to_float(scale), inverse = d > 0.0f ? 1.0f / d : 0.0f;
     std::memcpy(block, &scale, 2);
-    for (int k = 0; k < GROUP; k++) block[2 + k] = static_cast<std::uint8_t>(nearest(x[k] * inverse, -127, 127));
+    for (int k = 0; k < GROUP; k++) block[2 + k] = static_cast<std::uint8_t>(nearest(x[k] * inverse, -127.0f, 127.0f));
 }
 
 // x = d q + m: from the extremes of the group, then twice the least-squares d and m of the q that were found.
 void to_q4_1(const float* x, std::uint8_t* block) {
     float low = x[0], high = x[0];
-    for (int k = 1; k < GROUP; k++) low = std::fmin(low, x[k]), high = std::fmax(high, x[k]);
+    for (int k = 1; k < GROUP; k++) low = std::min(low, x[k]), high = std::max(high, x[k]);
     float d = (high - low) / 15.0f, m = low;
     int q[GROUP];
     const auto assign = [&] {
         const float inverse = d > 0.0f ? 1.0f / d : 0.0f;
-        for (int k = 0; k < GROUP; k++) q[k] = nearest((x[k] - m) * inverse, 0, 15);
+        for (int k = 0; k < GROUP; k++) q[k] = nearest((x[k] - m) * inverse, 0.0f, 15.0f);
     };
     for (int round = 0; round < 2; round++) {
         assign();
