@@ -58,7 +58,8 @@ def main() -> None:
         data[count] = times
     head = ["rows", *(f"{name}, ms" for name in QUANTIZATIONS), *(f"auto / {name}" for name in QUANTIZATIONS[1:])]
     megabytes = ", ".join(f"{name} {short(model.weight_bytes / 1e6)} MB" for name, model in models.items())
-    report(options, "kernels", f"{table(head, rows)}\n\nPacked weights: {megabytes}.", {"milliseconds": data})
+    text = f"Threads: {torch.get_num_threads()}. Packed weights: {megabytes}.\n\n{table(head, rows)}"
+    report(options, "kernels", text, {"milliseconds": data})
 
 
 if __name__ == "__main__":
