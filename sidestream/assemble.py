@@ -41,6 +41,7 @@ DEFAULT_CHUNK = {
     "cpu": 512,
     "cuda": 2048,
 }  # prompt tokens per step; a step of this many still ends soon enough for those who decode
+COMPUTE = {"auto": "as stored", "w8a8": "w8a8 (8 bits, activations too)", "w4a8": "w4a8 (4 bits, activations 8)"}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ def assemble(
     if log.level == logging.NOTSET:  # an application that has set a level keeps it
         log.setLevel(config.log_level.upper())
     device = pick_device(config.device)
-    dtype = pick_dtype(config.dtype, device)
+    dtype = pick_dtype(config.dtype, device, integer=config.quantization != "auto")
+    _check_quantization(config.quantization, dtype, device)
     threads = pick_threads(config.threads)
     streams = streams or open_streams(device, threads)
     log.info(
@@ -105,7 +107,7 @@ def _build(
     running = config.max_running_requests or DEFAULT_RUNNING
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
 
-    decoder = build_interpreter(model, dtype, device, context=size.context)
+    decoder = build_interpreter(model, dtype, device, context=size.context, quantization=config.quantization)
     memory = DeviceMemory(
         spec, num_pages=size.num_pages, page_size=size.page_size, slots=running, context=size.context, dtype=dtype, device=device
     )
@@ -157,16 +159,42 @@ def _build(
     return Assembled(loop, tokenizer, template, spec, limits, device, dtype, running, config.arena_memory, model.name)
 
 
-def build_interpreter(model: LoadedModel, dtype: torch.dtype, device: torch.device, *, context: int) -> Interpreter:
-    """The native interpreter where it can run the model, else PyTorch's."""
+def build_interpreter(
+    model: LoadedModel, dtype: torch.dtype, device: torch.device, *, context: int, quantization: str = "auto"
+) -> Interpreter:
+    """The native interpreter where it can run the model, else PyTorch's. Raises ConfigError if quantization needs the native one."""
+    _check_quantization(quantization, dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16:
         from sidestream.kernels.cpu.decoder import NativeDecoder, why_not
 
         reason = why_not(model.spec)
         if reason is None:
-            return NativeDecoder(model.spec, model.weights, context=context, threads=torch.get_num_threads())
+            threads = torch.get_num_threads()
+            native = NativeDecoder(model.spec, model.weights, context=context, threads=threads, quantization=quantization)
+            log.info("cpu     native kernels (%s), weights %s, %.0f MB", native.isa, COMPUTE[quantization], native.weight_bytes / 1e6)
+            return native
+        if quantization != "auto":
+            raise ConfigError(f"quantization: got {quantization}, must be auto for {model.name}: in the native CPU backend {reason}")
         log.info("cpu     the native backend is not used: %s", reason)
     return Decoder(model.spec, model.weights, context=context)
+
+
+def _check_quantization(quantization: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises ConfigError where integer compute is asked for and cannot be had, whatever the model."""
+    if quantization == "auto":
+        return
+    from sidestream.kernels.cpu import WHY_NOT, native
+
+    where = "integer compute is part of the native CPU backend"
+    name = str(dtype).removeprefix("torch.")
+    if device.type != "cpu":
+        raise ConfigError(f"quantization: got {quantization}, must be auto with device {device.type}: {where}", hint="Use --device cpu.")
+    if dtype != torch.bfloat16:
+        hint = "Use --dtype bfloat16, the type of its hidden rows."
+        raise ConfigError(f"quantization: got {quantization}, must be auto with dtype {name}: {where}", hint=hint)
+    if native() is None:
+        hint = f"Install sidestream again where there is a C++ compiler ({WHY_NOT})."
+        raise ConfigError(f"quantization: got {quantization}, must be auto here: {where}, which is not installed", hint=hint)
 
 
 def pick_device(name: str) -> torch.device:
@@ -187,11 +215,11 @@ def pick_threads(threads: int | None) -> int:
     return threads or torch.get_num_threads()
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the processor has dot products of it, else float32."""
+def pick_dtype(name: str, device: torch.device, *, integer: bool = False) -> torch.dtype:
+    """auto: bfloat16 where the processor has dot products of it or products are integer, else float32."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    return torch.bfloat16 if device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return torch.bfloat16 if integer or device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def pick_overlap(overlap: bool | None, device: torch.device) -> bool:

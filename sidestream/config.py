@@ -41,6 +41,14 @@ class EngineConfig:
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
     ] = "auto"
+    quantization: Annotated[
+        str,
+        Option(
+            "Integer compute of the native CPU backend: w8a8 and w4a8 round activations to 8 bits and keep weights in 8 or 4. "
+            "auto: weights as they are stored, activations in the type of the arithmetic.",
+            choices=("auto", "w8a8", "w4a8"),
+        ),
+    ] = "auto"
     device: Annotated[str, Option("Where the model runs; auto takes CUDA if there is a GPU.", choices=("auto", "cpu", "cuda"))] = "auto"
     context_length: Annotated[
         int | None,

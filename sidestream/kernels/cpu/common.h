@@ -19,17 +19,35 @@ constexpr int MAX_QUERIES = 48;  // query vectors that one attention tile takes 
 //   BF16  data: bf16   [panels][cols/2][32][2]
 //   Q4    data: uint32 [panels][cols/32][4 words j][32]: bits 4i hold k = 8j+2i, bits 16+4i hold k = 8j+2i+1, for i = 0..3
 //   Q8    data: int8   [panels][cols/32][8 quads][2 halves of 16 outputs][4][2 pairs][4 outputs][2]
+//   I4    data: uint8  [panels][cols/32][4 quads q][32][4]: the low half of a byte i holds k = 4q+i, the high half k = 16+4q+i
+//   I8    data: uint8  [panels][cols/32][8 quads][32][4]: 128 + the integer
 //   scales: f16 [panels][cols/32][32], and for minima (Q4_1) as many again behind each group's scales: [2][32]
-enum class Format : int { BF16 = 0, Q4 = 1, Q8 = 2 };
+// BF16, Q4 and Q8 are multiplied with bf16 activations, I4 and I8 hold what Q4 and Q8 hold, for 8-bit activations.
+enum class Format : int { BF16 = 0, Q4 = 1, Q8 = 2, I4 = 3, I8 = 4 };
+
+constexpr bool is_integer(Format format) { return format == Format::I4 || format == Format::I8; }
 
 struct Matrix {
     Format format = Format::BF16;
-    bool minima = false;  // Q4 only: w = s q + m; without, w = s (q - 8)
+    bool minima = false;  // Q4, I4 only: w = s q + m; without, w = s (q - 8)
     int rows = 0;
     int cols = 0;    // stored columns: a multiple of 32, zero beyond the source's
     int panels = 0;  // ceil(rows / 32); the last one is padded with zeros
     const void* data = nullptr;
     const f16* scales = nullptr;
+};
+
+// Rows of activations rounded to 8 bits, x = scale * value, with a scale for each 32 of them.
+struct Int8Rows {
+    std::int8_t* values = nullptr;  // [rows, ld] from -127 to 127
+    float* scales = nullptr;        // [rows, ld / 32]
+    float* sums = nullptr;          // likewise: scale * sum of the values, which minima of weights are multiplied by
+    std::int32_t* offsets = nullptr;  // likewise: -8 * sum of the values, where a dot product with weights stored as 8 + q starts
+    std::ptrdiff_t ld = 0;          // a multiple of 32
+    Int8Rows from(std::ptrdiff_t row, std::ptrdiff_t group = 0) const {
+        const std::ptrdiff_t at = row * (ld / GROUP) + group;
+        return {values + row * ld + group * GROUP, scales + at, sums + at, offsets + at, ld};
+    }
 };
 
 enum class Activation : int { SILU = 0, GELU = 1, GELU_TANH = 2 };
@@ -57,6 +75,7 @@ struct MatmulJob {
     std::ptrdiff_t ldact;
     float* act_sums;  // [rows, ldact / 32]
     float scale;  // STORE: products are multiplied by it
+    Int8Rows x8, act8;  // for I4 and I8, in place of x with its sums, and beside act in place of act_sums
 };
 
 // Keys and values of one request in one layer, for one key head.
@@ -104,6 +123,8 @@ struct Kernels {
     // out = bf16(acc / sum), with the sums of each 32 afterwards by `group_sums`.
     void (*finish)(const float* acc, float sum, int head_dim, bf16* out);
     void (*group_sums)(const bf16* x, int n, float* sums);
+    // n bf16 to one row of 8-bit integers. n: a multiple of 32.
+    void (*quantize)(const bf16* x, int n, const Int8Rows& out);
     // Rows for the outputs: float32 to a row type. n any.
     void (*convert)(const float* x, int n, RowType type, void* out);
     void (*widen)(const bf16* x, int n, float* out);

@@ -21,8 +21,8 @@ int log2_of(int power) {
 
 }  // namespace
 
-Decoder::Decoder(const Kernels& kernels_, Spec spec_, const float* cos, const float* sin, int context)
-    : kernels(kernels_), spec(std::move(spec_)), layers(static_cast<std::size_t>(spec.num_layers)) {
+Decoder::Decoder(const Kernels& kernels_, Spec spec_, bool integer_, const float* cos, const float* sin, int context)
+    : kernels(kernels_), spec(std::move(spec_)), integer(integer_), layers(static_cast<std::size_t>(spec.num_layers)) {
     query_width_ = padded(spec.num_heads * spec.head_dim);
     kv_width_ = padded(spec.num_kv_heads * spec.head_dim);
     padded_hidden_ = padded(spec.hidden_size);
@@ -70,12 +70,17 @@ void Decoder::reserve(int tokens, int logit_rows, int threads) {
     const int width = std::max(padded_hidden_, padded_attention_);
     x_.reserve(m * padded_hidden_);
     normed_.reserve(n * padded_hidden_);
-    sums_.reserve(n * width / GROUP);
+    if (integer) {
+        x8_.reserve(n * width);
+        act8_.reserve(m * padded_intermediate_);
+    } else {
+        sums_.reserve(n * width / GROUP);
+        act_sums_.reserve(m * padded_intermediate_ / GROUP);
+    }
     qkv_.reserve(m * (query_width_ + 2 * kv_width_));
     q_.reserve(m * spec.num_heads * spec.head_dim);
     attended_.reserve(m * padded_attention_);
     act_.reserve(m * padded_intermediate_);
-    act_sums_.reserve(m * padded_intermediate_ / GROUP);
     head_rows_.reserve(static_cast<std::size_t>(logit_rows) * padded_hidden_);
     const std::size_t parts = static_cast<std::size_t>(num_parts_) * spec.num_heads;
     parts_.reserve(parts * padded_head_);
@@ -141,6 +146,14 @@ void Decoder::plan(const Step& step) {
                 group_rows_.insert(group_rows_.end(), rows.begin(), rows.end());
             }
     }
+}
+
+// What products with a row need beside it: its 8-bit integers, or the sums of its groups.
+void Decoder::prepare(const bf16* x, int width, std::ptrdiff_t row) {
+    if (integer)
+        kernels.quantize(x, width, x8_.rows(width).from(row));
+    else
+        kernels.group_sums(x, width, sums_.get() + row * (width / GROUP));
 }
 
 // Called by every thread of the team; returns when all of them are done.
@@ -290,8 +303,7 @@ void Decoder::attention(const Step& step, int layer, char* scratch) {
 #pragma omp for schedule(dynamic, 16)
     for (int r = 0; r < rows; r++) {
         if (part_offset_[r] >= 0) merge_row(r);
-        kernels.group_sums(attended_.get() + static_cast<std::ptrdiff_t>(r) * padded_attention_, padded_attention_,
-                           sums_.get() + static_cast<std::ptrdiff_t>(r) * (padded_attention_ / GROUP));
+        prepare(attended_.get() + static_cast<std::ptrdiff_t>(r) * padded_attention_, padded_attention_, r);
     }
 }
 
@@ -336,6 +348,7 @@ void Decoder::forward(const Step& step, int threads) {
     from_normed.ldx = padded_hidden_;
     from_normed.sums = sums_.get();
     from_normed.ldsums = padded_hidden_ / GROUP;
+    from_normed.x8 = x8_.rows(padded_hidden_);
 
     MatmulJob qkv = from_normed;
     qkv.epilogue = Epilogue::STORE;
@@ -346,6 +359,7 @@ void Decoder::forward(const Step& step, int threads) {
     o.ldx = padded_attention_;
     o.sums = sums_.get();
     o.ldsums = padded_attention_ / GROUP;
+    o.x8 = x8_.rows(padded_attention_);
     o.epilogue = Epilogue::ADD;
     o.y = x_.get();
     o.ldy = padded_hidden_;
@@ -354,17 +368,21 @@ void Decoder::forward(const Step& step, int threads) {
     gate_up.act = act_.get();
     gate_up.ldact = padded_intermediate_;
     gate_up.act_sums = act_sums_.get();
+    gate_up.act8 = act8_.rows(padded_intermediate_);
     MatmulJob down = o;
     down.x = act_.get();
     down.ldx = padded_intermediate_;
     down.sums = act_sums_.get();
     down.ldsums = padded_intermediate_ / GROUP;
+    down.x8 = act8_.rows(padded_intermediate_);
 
     const auto norm_rows = [&](const float* weight) {
 #pragma omp for schedule(dynamic, 16)
-        for (int r = 0; r < tokens; r++)
-            kernels.rms_norm(x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, weight, spec.norm_eps, spec.hidden_size,
-                             normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, sums_.get() + static_cast<std::ptrdiff_t>(r) * (padded_hidden_ / GROUP));
+        for (int r = 0; r < tokens; r++) {
+            bf16* normed = normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_;
+            kernels.rms_norm(x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, weight, spec.norm_eps, spec.hidden_size, normed, nullptr);
+            prepare(normed, padded_hidden_, r);
+        }
     };
 
 #pragma omp parallel num_threads(threads)
@@ -415,8 +433,7 @@ void Decoder::forward(const Step& step, int threads) {
                             sizeof(bf16) * padded_hidden_);
 #pragma omp for schedule(dynamic, 16)
             for (int i = 0; i < step.num_logit_rows; i++)
-                kernels.group_sums(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, padded_hidden_,
-                                   sums_.get() + static_cast<std::ptrdiff_t>(i) * (padded_hidden_ / GROUP));
+                prepare(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, padded_hidden_, i);
             MatmulJob last = from_normed;
             last.rows = step.num_logit_rows;
             last.x = head_rows_.get();
@@ -439,6 +456,7 @@ void Decoder::logits(const bf16* hidden, int rows, float* out, int threads) {
     job.ldx = padded_hidden_;
     job.sums = sums_.get();
     job.ldsums = padded_hidden_ / GROUP;
+    job.x8 = x8_.rows(padded_hidden_);
     job.epilogue = Epilogue::STORE;
     job.y = out;
     job.ldy = spec.vocab_size;
@@ -450,7 +468,7 @@ void Decoder::logits(const bf16* hidden, int rows, float* out, int threads) {
             bf16* row = head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_;
             std::memcpy(row, hidden + static_cast<std::ptrdiff_t>(i) * spec.hidden_size, sizeof(bf16) * spec.hidden_size);
             std::fill(row + spec.hidden_size, row + padded_hidden_, bf16{0});
-            kernels.group_sums(row, padded_hidden_, sums_.get() + static_cast<std::ptrdiff_t>(i) * (padded_hidden_ / GROUP));
+            prepare(row, padded_hidden_, i);
         }
         linear(head_matrix, job, scratch_[static_cast<std::size_t>(omp_get_thread_num())].get());
     }

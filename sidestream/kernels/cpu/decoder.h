@@ -61,9 +61,27 @@ struct Step {
     float* logits;  // [num_logit_rows, vocab] out
 };
 
+// Int8Rows that grow.
+class Int8Buffer {
+public:
+    void reserve(std::size_t count) {
+        values_.reserve(count);
+        scales_.reserve(count / GROUP);
+        sums_.reserve(count / GROUP);
+        offsets_.reserve(count / GROUP);
+    }
+    Int8Rows rows(std::ptrdiff_t ld) { return {values_.get(), scales_.get(), sums_.get(), offsets_.get(), ld}; }
+
+private:
+    Buffer<std::int8_t> values_;
+    Buffer<float> scales_, sums_;
+    Buffer<std::int32_t> offsets_;
+};
+
 class Decoder {
 public:
-    Decoder(const Kernels& kernels, Spec spec, const float* cos, const float* sin, int context);
+    // integer: every matrix is packed for 8-bit activations.
+    Decoder(const Kernels& kernels, Spec spec, bool integer, const float* cos, const float* sin, int context);
 
     void set_vector(float*& place, const float* values, int n);
     void set_bias(Linear& linear, const std::vector<std::pair<const float*, int>>& parts, bool alternate);
@@ -74,6 +92,7 @@ public:
 
     const Kernels& kernels;
     const Spec spec;
+    const bool integer;
     Arena arena;
     std::vector<Layer> layers;
     Linear embedding, head;  // head is empty when tied
@@ -89,6 +108,7 @@ private:
 
     void plan(const Step& step);
     void reserve(int tokens, int logit_rows, int threads);
+    void prepare(const bf16* x, int width, std::ptrdiff_t row);
     void linear(const Linear& w, const MatmulJob& job, void* scratch) const;
     void attention(const Step& step, int layer, char* scratch);
     void attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch);
@@ -111,6 +131,7 @@ private:
 
     Buffer<float> x_, qkv_, sums_, act_sums_, parts_, part_max_, part_sum_;
     Buffer<bf16> normed_, q_, attended_, act_, head_rows_;
+    Int8Buffer x8_, act8_;
     std::vector<Buffer<char>> scratch_;
 };
 

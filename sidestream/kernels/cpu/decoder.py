@@ -21,6 +21,7 @@ MAX_GROUP = 48  # query heads that share a key head
 # The enumerations of common.h and pack.h.
 STORED = {"BF16": 0, "F32": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 4}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+PACKINGS = {"auto": 0, "w8a8": 1, "w4a8": 2}
 ROW_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
 
 Source = tuple[str, Tensor]  # how a matrix is stored, and its rows
@@ -42,6 +43,9 @@ def why_not(spec: DecoderSpec) -> str | None:
 class NativeDecoder:
     """Weights packed for the kernels: quantised matrices in their file's own blocks, everything else in bfloat16; norms in float32.
 
+    With `quantization` w8a8 or w4a8 activations are rounded to 8 bits, with a scale for each 32 of a row, and products are integer. w8a8
+    makes every matrix Q8_0; w4a8 keeps Q4_0 and Q4_1 and makes the others Q4_1, but the embedding and the head are Q8_0.
+
     Each row of a step is computed in one order of additions that depends on nothing but its own position: the same request gives the
     same bits whatever the batch, cache, chunks, page size or number of threads.
     """
@@ -49,11 +53,12 @@ class NativeDecoder:
     dtype = torch.bfloat16
     device = torch.device("cpu")
 
-    def __init__(self, spec: DecoderSpec, weights: Weights, *, context: int, threads: int) -> None:
+    def __init__(self, spec: DecoderSpec, weights: Weights, *, context: int, threads: int, quantization: str = "auto") -> None:
         self.spec = spec
         self.context = context
         self.threads = threads
         self.isa = isa()
+        self.quantization = quantization
         cos, sin = (table.contiguous() for table in rope_table(spec.rope, context))
         self._native = _extension().Decoder(
             self.isa,
@@ -71,6 +76,7 @@ class NativeDecoder:
             ACTIVATIONS[spec.activation],
             spec.qk_norm,
             [window or 0 for window in spec.windows],
+            quantization != "auto",
             cos.data_ptr(),
             sin.data_ptr(),
             context,
@@ -101,7 +107,8 @@ class NativeDecoder:
             packed = [
                 (STORED[group[0][0]], [rows.data_ptr() for _, rows in group], *shape) for group, shape in zip(grouped, shapes, strict=False)
             ]
-            self._native.set_matrix(layer, name, packed)
+            eight = name in ("embed", "lm_head") and self.quantization == "w4a8"
+            self._native.set_matrix(layer, name, packed, PACKINGS["w8a8" if eight else self.quantization])
             if f"{prefix}{parts[0]}_bias" in weights:
                 biases = [weights.read(f"{prefix}{part}_bias", torch.float32) for part in parts]
                 self._native.set_bias(layer, name, [(bias.data_ptr(), len(bias)) for bias in biases], alternate)

@@ -2,6 +2,8 @@
 
 #include "kernels_impl.h"
 
+#include "integer_impl.h"
+
 namespace sidestream {
 
 const Kernels& kernels_avx2() {

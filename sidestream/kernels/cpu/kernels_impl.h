@@ -13,6 +13,11 @@ using namespace sidestream;
 constexpr int VECTORS = PANEL / LANES;
 constexpr int BLOCK_PANELS = 4;  // panels whose products wait for the epilogue, and rows: ROW_BLOCK
 
+// integer_impl.h, included after this file
+void matmul_integer(const MatmulJob& job, int panel_begin, int panel_end, float* tile);
+void quantize(const bf16* x, int n, const Int8Rows& out);
+float integer_weight(const Matrix& w, int row, int column);
+
 // ---------------------------------------------------------------- elementary functions
 
 // Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf.
@@ -182,7 +187,10 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
                     if (job.bias) g = add(g, load(gate_bias + v)), u = add(u, load(up_bias + v));
                     store_bf16(act + v, mul(activate(job.activation, g), u));
                 }
-                add_group_sum(act, job.act_sums + (row + i) * (job.ldact / GROUP) + column / GROUP);
+                if (job.act8.values)
+                    quantize(act, GROUP, job.act8.from(row + i, column / GROUP));
+                else
+                    add_group_sum(act, job.act_sums + (row + i) * (job.ldact / GROUP) + column / GROUP);
             }
         return;
     }
@@ -211,6 +219,7 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
 
 void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch) {
     const Matrix& w = *job.w;
+    if (is_integer(w.format)) return matmul_integer(job, panel_begin, panel_end, (float*)scratch);
     const std::ptrdiff_t cols = w.cols;
     const int groups = w.cols / GROUP;
     float* tile = (float*)scratch;
@@ -291,6 +300,8 @@ void embed(const Matrix& w, int row, float scale, float* out) {
             __builtin_memcpy(out + k + 1, &second, 4);
             at += 2 * PANEL;
         }
+    } else if (is_integer(w.format)) {
+        for (int k = 0; k < w.cols; k++) out[k] = integer_weight(w, row, k);
     } else {
         const int groups = w.cols / GROUP;
         for (int g = 0; g < groups; g++) {
@@ -701,7 +712,7 @@ int draw(const float* x, int n, double uniform) {
 
 constexpr Kernels table(const char* isa) {
     return Kernels{isa,    matmul, rms_norm, embed,      rope,    to_bf16, attend, merge,
-                   finish, group_sums, convert, widen, argmax, logsumexp, top_k, nucleus, draw};
+                  finish, group_sums, quantize, convert, widen, argmax, logsumexp, top_k, nucleus, draw};
 }
 
 }  // namespace

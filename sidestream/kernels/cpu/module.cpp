@@ -31,11 +31,11 @@ const Kernels& kernels_named(const std::string& isa) {
 // A matrix, as the checkpoint stores it: (stored, addresses of one source or of two that alternate, rows, cols)
 using Part = std::tuple<int, std::vector<Address>, int, int>;
 
-void fill(Linear& linear, const std::vector<Part>& parts, Arena& arena) {
+void fill(Linear& linear, const std::vector<Part>& parts, int packing, Arena& arena) {
     for (const auto& [stored, addresses, rows, cols] : parts) {
         std::vector<const void*> sources;
         for (const Address address : addresses) sources.push_back(at<const void>(address));
-        linear.parts.push_back(pack(static_cast<Stored>(stored), sources, rows, cols, arena));
+        linear.parts.push_back(pack(static_cast<Stored>(stored), sources, rows, cols, static_cast<Packing>(packing), arena));
     }
 }
 
@@ -81,12 +81,14 @@ NB_MODULE(_native, m) {
         .def(
             "__init__",
             [](Decoder* self, const std::string& isa, std::vector<int> sizes, std::vector<float> numbers, int activation, bool qk_norm,
-               std::vector<int> windows, Address cos, Address sin, int context) {
+               std::vector<int> windows, bool integer, Address cos, Address sin, int context) {
                 Spec spec{sizes.at(0), sizes.at(1), sizes.at(2), sizes.at(3), sizes.at(4), sizes.at(5), sizes.at(6), sizes.at(7),
                           numbers.at(0), numbers.at(1), numbers.at(2), numbers.at(3), static_cast<Activation>(activation), qk_norm, std::move(windows)};
-                new (self) Decoder(kernels_named(isa), std::move(spec), at<const float>(cos), at<const float>(sin), context);
+                new (self) Decoder(kernels_named(isa), std::move(spec), integer, at<const float>(cos), at<const float>(sin), context);
             })
-        .def("set_matrix", [](Decoder& self, int layer, const std::string& name, const std::vector<Part>& parts) { fill(find_linear(self, layer, name), parts, self.arena); })
+        .def("set_matrix", [](Decoder& self, int layer, const std::string& name, const std::vector<Part>& parts, int packing) {
+            fill(find_linear(self, layer, name), parts, packing, self.arena);
+        })
         .def("set_bias",
              [](Decoder& self, int layer, const std::string& name, const std::vector<std::tuple<Address, int>>& parts, bool alternate) {
                  std::vector<std::pair<const float*, int>> values;
@@ -152,7 +154,7 @@ NB_MODULE(_native, m) {
     m.def("matmul", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
         const Kernels& kernels = kernels_named(isa);
         Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, arena);
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, Packing::STORED, arena);
         const int ldx = static_cast<int>(round_up(static_cast<std::size_t>(cols), PANEL));
         Buffer<float> sums;
         Buffer<char> scratch;
@@ -173,7 +175,7 @@ NB_MODULE(_native, m) {
     });
     m.def("embed", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, int row, Address out) {
         Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, arena);
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, Packing::STORED, arena);
         kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
     });
     // x, weight, out: zero from n up to a multiple of 32.
@@ -207,5 +209,34 @@ NB_MODULE(_native, m) {
         }
         for (std::size_t i = 0; i < n; i++)
             kernels.finish(acc.get() + i * padded, sum.get()[i], head_dim, at<bf16>(out) + i * static_cast<std::size_t>(head_dim));
+    });
+
+    // The same with 8-bit activations: rows to integers, a product of such rows, and a packed matrix as float32.
+    m.def("quantize", [](const std::string& isa, Address x, int rows, int cols, Address values, Address scales, Address sums, Address offsets) {
+        const Int8Rows out{at<std::int8_t>(values), at<float>(scales), at<float>(sums), at<std::int32_t>(offsets), cols};
+        for (int i = 0; i < rows; i++) kernels_named(isa).quantize(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * cols, cols, out.from(i));
+    });
+    m.def("integer_matmul", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
+        const Kernels& kernels = kernels_named(isa);
+        Arena arena;
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
+        Int8Buffer x8;
+        Buffer<char> scratch;
+        x8.reserve(static_cast<std::size_t>(rows) * w.cols);
+        scratch.reserve(matmul_scratch_bytes(static_cast<std::size_t>(w.cols)));
+        for (int i = 0; i < rows; i++) kernels.quantize(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * w.cols, w.cols, x8.rows(w.cols).from(i));
+        MatmulJob job{};
+        job.w = &w;
+        job.x8 = x8.rows(w.cols);
+        job.rows = rows;
+        job.y = at<float>(out);
+        job.ldy = weight_rows;
+        job.scale = 1.0f;
+        kernels.matmul(job, 0, w.panels, scratch.get());
+    });
+    m.def("integer_embed", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address out) {
+        Arena arena;
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
+        for (int row = 0; row < weight_rows; row++) kernels_named(isa).embed(w, row, 1.0f, at<float>(out) + static_cast<std::ptrdiff_t>(row) * w.cols);
     });
 }

@@ -1,19 +1,16 @@
 #include "pack.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+
+#include "vec_portable.h"  // halves
 
 namespace sidestream {
 
 namespace {
 
 int block_bytes(Stored stored) { return stored == Stored::Q4_0 ? 18 : stored == Stored::Q4_1 ? 20 : 34; }
-
-bf16 narrow(float v) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &v, 4);
-    if (v != v) return 0x7FC0;
-    return static_cast<bf16>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
 
 void pack_bf16(Stored stored, const std::uint8_t* row, int cols, int column, bf16* panel) {
     for (int k = 0; k < cols; k++) {
@@ -23,7 +20,7 @@ void pack_bf16(Stored stored, const std::uint8_t* row, int cols, int column, bf1
         } else {
             float wide;
             std::memcpy(&wide, row + 4 * static_cast<std::size_t>(k), 4);
-            value = narrow(wide);
+            value = narrow_one(wide);
         }
         panel[(k / 2) * (2 * PANEL) + column * 2 + k % 2] = value;
     }
@@ -58,6 +55,104 @@ void pack_q8(const std::uint8_t* row, int groups, int column, std::int8_t* panel
     }
 }
 
+void pack_i4(const std::uint8_t* row, int groups, int bytes, int column, std::uint8_t* panel, f16* scales, bool minima) {
+    for (int g = 0; g < groups; g++) {
+        const std::uint8_t* block = row + static_cast<std::size_t>(g) * bytes;
+        f16* group_scales = scales + static_cast<std::size_t>(g) * PANEL * (minima ? 2 : 1);
+        std::memcpy(group_scales + column, block, 2);
+        if (minima) std::memcpy(group_scales + PANEL + column, block + 2, 2);
+        for (int quad = 0; quad < 4; quad++)
+            std::memcpy(panel + (static_cast<std::size_t>(g) * 4 + quad) * (4 * PANEL) + column * 4, block + (minima ? 4 : 2) + 4 * quad, 4);
+    }
+}
+
+void pack_i8(const std::uint8_t* row, int groups, int column, std::uint8_t* panel, f16* scales) {
+    for (int g = 0; g < groups; g++) {
+        const std::uint8_t* block = row + static_cast<std::size_t>(g) * 34;
+        std::memcpy(scales + static_cast<std::size_t>(g) * PANEL + column, block, 2);
+        for (int k = 0; k < GROUP; k++)
+            panel[static_cast<std::size_t>(g) * GROUP * PANEL + k / 4 * (4 * PANEL) + column * 4 + k % 4] = block[2 + k] ^ 0x80;  // 128 + q
+    }
+}
+
+// A stored row in float32.
+void widen_row(Stored stored, const std::uint8_t* row, int cols, float* out) {
+    if (stored == Stored::F32) {
+        std::memcpy(out, row, sizeof(float) * static_cast<std::size_t>(cols));
+        return;
+    }
+    if (stored == Stored::BF16) {
+        for (int k = 0; k < cols; k++) {
+            bf16 value;
+            std::memcpy(&value, row + 2 * k, 2);
+            out[k] = widen_one(value);
+        }
+        return;
+    }
+    for (int g = 0; g < cols / GROUP; g++, row += block_bytes(stored), out += GROUP) {
+        f16 halves[2];
+        std::memcpy(halves, row, 4);
+        const float d = half_to_float(halves[0]), m = half_to_float(halves[1]);
+        for (int k = 0; k < GROUP; k++) {
+            const int nibble = row[(stored == Stored::Q4_1 ? 4 : 2) + k % 16] >> (k / 16 * 4) & 15;
+            if (stored == Stored::Q8_0)
+                out[k] = d * static_cast<float>(static_cast<std::int8_t>(row[2 + k]));
+            else
+                out[k] = stored == Stored::Q4_1 ? d * static_cast<float>(nibble) + m : d * static_cast<float>(nibble - 8);
+        }
+    }
+}
+
+int nearest(float value, float low, float high) {
+    value = value < low ? low : value > high ? high : value;
+    return static_cast<int>((value + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, ties to even
+}
+
+void to_q8_0(const float* x, std::uint8_t* block) {
+    float most = 0.0f;
+    for (int k = 0; k < GROUP; k++) most = std::max(most, std::fabs(x[k]));
+    const f16 scale = float_to_half(most / 127.0f);
+    const float d = half_to_float(scale), inverse = d > 0.0f ? 1.0f / d : 0.0f;
+    std::memcpy(block, &scale, 2);
+    for (int k = 0; k < GROUP; k++) block[2 + k] = static_cast<std::uint8_t>(nearest(x[k] * inverse, -127.0f, 127.0f));
+}
+
+// x = d q + m: from the extremes of the group, then twice the least-squares d and m of the q that were found.
+void to_q4_1(const float* x, std::uint8_t* block) {
+    float low = x[0], high = x[0];
+    for (int k = 1; k < GROUP; k++) low = std::min(low, x[k]), high = std::max(high, x[k]);
+    float d = (high - low) / 15.0f, m = low;
+    int q[GROUP];
+    const auto assign = [&] {
+        const float inverse = d > 0.0f ? 1.0f / d : 0.0f;
+        for (int k = 0; k < GROUP; k++) q[k] = nearest((x[k] - m) * inverse, 0.0f, 15.0f);
+    };
+    for (int round = 0; round < 2; round++) {
+        assign();
+        float sum_q = 0, sum_qq = 0, sum_x = 0, sum_qx = 0;
+        for (int k = 0; k < GROUP; k++) {
+            const float v = static_cast<float>(q[k]);
+            sum_q += v, sum_qq += v * v, sum_x += x[k], sum_qx += v * x[k];
+        }
+        const float spread = GROUP * sum_qq - sum_q * sum_q;  // 0: all q are the same
+        if (spread <= 0.0f) break;
+        d = (GROUP * sum_qx - sum_q * sum_x) / spread;
+        m = (sum_x - d * sum_q) / GROUP;
+    }
+    const f16 halves[2] = {float_to_half(d), float_to_half(m)};
+    d = half_to_float(halves[0]);
+    m = half_to_float(halves[1]);
+    assign();
+    std::memcpy(block, halves, 4);
+    for (int k = 0; k < 16; k++) block[4 + k] = static_cast<std::uint8_t>(q[k] | q[16 + k] << 4);
+}
+
+// What a matrix becomes before its blocks are packed.
+Stored target_of(Stored stored, Packing packing) {
+    if (packing == Packing::INT8) return Stored::Q8_0;
+    return packing == Packing::INT4 && stored != Stored::Q4_0 ? Stored::Q4_1 : stored;
+}
+
 }  // namespace
 
 std::size_t stored_row_bytes(Stored stored, int cols) {
@@ -65,17 +160,21 @@ std::size_t stored_row_bytes(Stored stored, int cols) {
     return stored == Stored::BF16 ? 2 * n : stored == Stored::F32 ? 4 * n : n / GROUP * block_bytes(stored);
 }
 
-Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, int cols, Arena& arena) {
+Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, int cols, Packing packing, Arena& arena) {
     Matrix m;
+    const Stored target = target_of(stored, packing);
     const int source_panels = (rows + PANEL - 1) / PANEL, count = static_cast<int>(sources.size());
     m.panels = source_panels * count;
     m.rows = count == 1 ? rows : m.panels * PANEL;
-    const bool plain = stored == Stored::BF16 || stored == Stored::F32;
-    m.format = plain ? Format::BF16 : stored == Stored::Q8_0 ? Format::Q8 : Format::Q4;
-    m.minima = stored == Stored::Q4_1;
+    const bool plain = target == Stored::BF16 || target == Stored::F32, eight = target == Stored::Q8_0;
+    if (packing == Packing::STORED)
+        m.format = plain ? Format::BF16 : eight ? Format::Q8 : Format::Q4;
+    else
+        m.format = eight ? Format::I8 : Format::I4;
+    m.minima = target == Stored::Q4_1;
     m.cols = static_cast<int>(round_up(static_cast<std::size_t>(cols), GROUP));
     const int groups = m.cols / GROUP;
-    const std::size_t panel_bytes = static_cast<std::size_t>(m.cols) * (m.format == Format::BF16 ? 64 : m.format == Format::Q8 ? 32 : 16);
+    const std::size_t panel_bytes = static_cast<std::size_t>(m.cols) * (plain ? 64 : eight ? 32 : 16);
     const std::size_t panel_scales = plain ? 0 : static_cast<std::size_t>(groups) * PANEL * (m.minima ? 2 : 1);
     std::uint8_t* data = static_cast<std::uint8_t*>(arena.allocate(panel_bytes * m.panels));
     f16* scales = plain ? nullptr : static_cast<f16*>(arena.allocate(panel_scales * m.panels * sizeof(f16)));
@@ -90,14 +189,24 @@ Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, in
             std::memset(panel, 0, panel_bytes);
             if (scales) std::memset(panel_scale, 0, panel_scales * sizeof(f16));
         }
+        std::vector<float> wide;
+        std::vector<std::uint8_t> blocks;
         for (int r = first; r < last; r++) {
             const std::uint8_t* row = source + row_bytes * r;
-            if (plain)
-                pack_bf16(stored, row, cols, r - first, reinterpret_cast<bf16*>(panel));
-            else if (m.format == Format::Q8)
-                pack_q8(row, groups, r - first, reinterpret_cast<std::int8_t*>(panel), panel_scale);
-            else
-                pack_q4(row, groups, block_bytes(stored), r - first, reinterpret_cast<std::uint32_t*>(panel), panel_scale, m.minima);
+            if (target != stored) {
+                wide.resize(static_cast<std::size_t>(m.cols));
+                blocks.resize(stored_row_bytes(target, m.cols));
+                widen_row(stored, row, cols, wide.data());
+                for (int g = 0; g < groups; g++) (eight ? to_q8_0 : to_q4_1)(wide.data() + g * GROUP, blocks.data() + g * block_bytes(target));
+                row = blocks.data();
+            }
+            switch (m.format) {
+                case Format::BF16: pack_bf16(stored, row, cols, r - first, reinterpret_cast<bf16*>(panel)); break;
+                case Format::Q8: pack_q8(row, groups, r - first, reinterpret_cast<std::int8_t*>(panel), panel_scale); break;
+                case Format::Q4: pack_q4(row, groups, block_bytes(target), r - first, reinterpret_cast<std::uint32_t*>(panel), panel_scale, m.minima); break;
+                case Format::I8: pack_i8(row, groups, r - first, panel, panel_scale); break;
+                case Format::I4: pack_i4(row, groups, block_bytes(target), r - first, panel, panel_scale, m.minima); break;
+            }
         }
     }
     m.data = data;

@@ -117,4 +117,38 @@ inline void interleave(const bf16* a, const bf16* b, bf16* to) {
 }
 constexpr int INTERLEAVE = 8;
 
+// ---- integers: 8 outputs x 4 consecutive k in unsigned bytes, times 4 consecutive k of x in signed bytes
+
+constexpr int MAX_INTEGER_ROWS = 3;
+constexpr int INTEGER_VECTORS = 2;  // vectors of outputs in a tile
+
+using I = __m256i;
+using Quads = __m256i;
+struct Quad { __m256i bytes, even, odd; };
+
+inline I set1_int(std::int32_t v) { return _mm256_set1_epi32(v); }
+inline F to_float(I v) { return _mm256_cvtepi32_ps(v); }
+inline Quads load_quads(const std::uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline Quads low_nibbles(Quads v) { return _mm256_and_si256(v, _mm256_set1_epi8(15)); }
+inline Quads high_nibbles(Quads v) { return _mm256_and_si256(_mm256_srli_epi16(v, 4), _mm256_set1_epi8(15)); }
+inline Quad broadcast_quad(const std::int8_t* p) {
+    std::int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    const __m256i x = _mm256_set1_epi32(four);
+    return {x, _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+}
+// Sums of two products of bytes would saturate 16 bits, so even and odd k are widened first; with nibbles they fit.
+inline I dot_bytes(I acc, Quads w, Quad x) {
+    acc = _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), x.even));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_srli_epi16(w, 8), x.odd));
+}
+inline I dot_nibbles(I acc, Quads w, Quad x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x.bytes), _mm256_set1_epi16(1)));
+}
+inline void store_int8(std::int8_t* p, F integers) {
+    const __m256i v = _mm256_cvtps_epi32(integers);
+    const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+}
+
 }  // namespace

@@ -146,4 +146,27 @@ inline void interleave(const bf16* a, const bf16* b, bf16* to) {
 }
 constexpr int INTERLEAVE = 16;
 
+// ---- integers: 16 outputs x 4 consecutive k in unsigned bytes, times 4 consecutive k of x in signed bytes
+
+constexpr int MAX_INTEGER_ROWS = 4;
+constexpr int INTEGER_VECTORS = 2;  // vectors of outputs in a tile
+
+using I = __m512i;
+using Quads = __m512i;
+using Quad = __m512i;
+
+inline I set1_int(std::int32_t v) { return _mm512_set1_epi32(v); }
+inline F to_float(I v) { return _mm512_cvtepi32_ps(v); }
+inline Quads load_quads(const std::uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Quads low_nibbles(Quads v) { return _mm512_and_si512(v, _mm512_set1_epi8(15)); }
+inline Quads high_nibbles(Quads v) { return _mm512_and_si512(_mm512_srli_epi16(v, 4), _mm512_set1_epi8(15)); }
+inline Quad broadcast_quad(const std::int8_t* p) {
+    std::int32_t four;
+    __builtin_memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+inline I dot_bytes(I acc, Quads w, Quad x) { return _mm512_dpbusd_epi32(acc, w, x); }
+inline I dot_nibbles(I acc, Quads w, Quad x) { return _mm512_dpbusd_epi32(acc, w, x); }
+inline void store_int8(std::int8_t* p, F integers) { _mm_storeu_si128((__m128i*)p, _mm512_cvtsepi32_epi8(_mm512_cvtps_epi32(integers))); }
+
 }  // namespace

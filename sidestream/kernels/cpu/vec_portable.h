@@ -140,4 +140,32 @@ inline void interleave(const bf16* a, const bf16* b, bf16* to) {
 }
 constexpr int INTERLEAVE = 4;
 
+// ---- integers: 4 outputs x 4 consecutive k in unsigned bytes, times 4 consecutive k of x in signed bytes
+
+constexpr int MAX_INTEGER_ROWS = 1;
+constexpr int INTEGER_VECTORS = 2;  // vectors of outputs in a tile
+
+struct Quads { U words; };  // byte i of a word holds k = i, on any byte order
+struct Quad { std::int32_t values[4]; };
+
+inline I set1_int(std::int32_t v) { return I{v, v, v, v}; }
+inline F to_float(I v) { return __builtin_convertvector(v, F); }
+inline Quads load_quads(const std::uint8_t* p) {
+    U words;
+    for (int o = 0; o < 4; o++)
+        words[o] = p[4 * o] | (std::uint32_t)p[4 * o + 1] << 8 | (std::uint32_t)p[4 * o + 2] << 16 | (std::uint32_t)p[4 * o + 3] << 24;
+    return {words};
+}
+inline Quads low_nibbles(Quads v) { return {v.words & 0x0F0F0F0Fu}; }
+inline Quads high_nibbles(Quads v) { return {(v.words >> 4) & 0x0F0F0F0Fu}; }
+inline Quad broadcast_quad(const std::int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+inline I dot_bytes(I acc, Quads w, Quad x) {
+    for (int k = 0; k < 4; k++) acc += as<I>((w.words >> (8 * k)) & 255u) * x.values[k];
+    return acc;
+}
+inline I dot_nibbles(I acc, Quads w, Quad x) { return dot_bytes(acc, w, x); }
+inline void store_int8(std::int8_t* p, F integers) {
+    for (int i = 0; i < 4; i++) p[i] = (std::int8_t)integers[i];
+}
+
 }  // namespace
