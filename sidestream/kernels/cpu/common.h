@@ -112,6 +112,9 @@ struct Kernels {
     float (*logsumexp)(const float* x, int n);
     // The k best, best first, of equal ones the lower id first. k <= n.
     void (*top_k)(const float* x, int n, int k, float* values, std::int32_t* ids);
+    // The machine's limits (limits_impl.h).
+    float (*read_floats)(const float* p, std::ptrdiff_t n) = nullptr;
+    double (*dot_pairs)(std::int64_t rounds, float* sink) = nullptr;
 };
 
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }

@@ -1,11 +1,12 @@
 #include "vec_avx512.h"
 
 #include "kernels_impl.h"
+#include "limits_impl.h"
 
 namespace sidestream {
 
 const Kernels& kernels_avx512() {
-    static const Kernels kernels = table("avx512");
+    static const Kernels kernels = with_limits(table("avx512"));
     return kernels;
 }
 

@@ -11,6 +11,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "limits.h"
 
 namespace nb = nanobind;
 using namespace sidestream;
@@ -136,6 +137,15 @@ NB_MODULE(_native, m) {
     m.def("top_k", [](const std::string& isa, Address x, int rows, int n, int k, Address values, Address ids, int threads) {
         const Kernels& kernels = kernels_named(isa);
         over_rows(rows, threads, [&](std::ptrdiff_t i) { kernels.top_k(at<const float>(x) + i * n, n, k, at<float>(values) + i * k, at<std::int32_t>(ids) + i * k); });
+    });
+
+    m.def("memory_read_gbs", [](const std::string& isa, std::size_t bytes, int threads) {
+        nb::gil_scoped_release release;
+        return memory_read_gbs(kernels_named(isa), bytes, threads);
+    });
+    m.def("dot_gflops", [](const std::string& isa, int threads) {
+        nb::gil_scoped_release release;
+        return dot_gflops(kernels_named(isa), threads);
     });
 
     // For the tests: one product on its own. x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
