@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from sidestream.bench.work import CASES
 
 HERE = Path(__file__).resolve().parent
 LEAST_ROUNDS = 3
+CLOSE_SECONDS = 60
 
 
 class Row(NamedTuple):
@@ -57,7 +59,7 @@ class Driver:
         try:
             self.version = self._answer()["version"]
         except BaseException:
-            self.process.kill()
+            self.close()
             raise
 
     def run(self, case: str, seed: int) -> dict[str, dict[str, float]]:
@@ -80,12 +82,19 @@ class Driver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.close()
+
+    def close(self) -> None:
+        """The engine ends with its driver's standard input."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
-            self.process.wait(60)
+            self.process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
 
 
 def compare(row: Row, rounds: int, work: Path, threads: int) -> dict[str, Any]:
