@@ -75,6 +75,44 @@ def test_a_driver_prints_one_json_line(drivers):
     assert done.stderr.endswith("closed\n")
 
 
+LLAMA_SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+    def do_GET(self):
+        self.answer({{"status": "ok"}})
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["ignore_eos"] and asked["temperature"] == 0
+        self.answer({{"tokens": [9] * asked["n_predict"]}})
+    def log_message(self, *words):
+        pass
+
+Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_driver_of_llamacpp(drivers, works):
+    server = drivers / "llamacpp" / "build" / "bin" / "llama-server"
+    server.parent.mkdir(parents=True)
+    server.write_text(LLAMA_SERVER.format(python=sys.executable) if works else "#!/bin/sh\nexit 3\n")
+    server.chmod(0o755)
+    done = drive(PEERS, "--work", str(drivers), "--case", "batch", "--json")
+    if works:
+        assert list(json.loads(done.stdout)["works"]) == ["32 at once"], done.stderr
+    else:
+        assert "RuntimeError: llama-server did not start within 120 s; its exit status is 3" in done.stderr
+
+
 def test_a_driver_runs_what_it_is_told(drivers):
     done = drive(drivers, "--stdin", "--format", "q4_0", text="prefill 0\nprefill 1\nsingle 0\n")
     lines = [json.loads(line) for line in done.stdout.splitlines()]
