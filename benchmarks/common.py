@@ -5,53 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from sidestream import SamplingParams, __version__
+from sidestream.bench.machine import processor
+from sidestream.bench.spread import Spread, ratios, short
+from sidestream.bench.work import FIRST_ID, LAST_ID, prompts
+
+__all__ = ["FIRST_ID", "LAST_ID", "Spread", "greedy", "interleaved", "parser", "prompts", "ratios", "report", "short", "table"]
 
 T = TypeVar("T")
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
-FIRST_ID, LAST_ID = 100, 40_000  # ordinary tokens of the default model's vocabulary
-
-
-class Spread(NamedTuple):
-    """Median and extremes of a few repetitions."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        return cls(median(values), min(values), max(values))
-
-    def __str__(self) -> str:
-        return f"{short(self.median)} ({short(self.low)}..{short(self.high)})"
-
-
-def short(value: float) -> str:
-    """Three digits, and never an exponent."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Of values measured next to each other: the host drifts, so only neighbours compare."""
-    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
-
-
-def prompts(seed: object, count: int, length: int, *, shared: int = 0) -> list[list[int]]:
-    """`count` prompts of `length` random token ids; the first `shared` are the same in all."""
-    common = random.Random(f"shared {seed}").choices(range(FIRST_ID, LAST_ID), k=shared)
-    return [common + random.Random(f"{seed} {i}").choices(range(FIRST_ID, LAST_ID), k=length - shared) for i in range(count)]
 
 
 def greedy(max_new_tokens: int) -> SamplingParams:
@@ -99,15 +68,6 @@ def conditions(options: argparse.Namespace) -> str:
     size = "quick run" if options.quick else "full run"
     cores = f"{os.cpu_count()} cores of {processor()}"
     return f"sidestream {__version__}, torch {torch.__version__}, {cores}, {size}, {options.repetitions} repetitions: median (least..most)."
-
-
-def processor() -> str:
-    """The processor's name, where Linux tells."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        found = None
-    return found[1] if found else platform.machine()
 
 
 def update_page(name: str, text: str) -> None:

@@ -14,6 +14,7 @@ __all__ = [
     "EngineDead",
     "InvalidRequest",
     "ModelError",
+    "NoToken",
     "Output",
     "QueueFull",
     "SamplingParams",

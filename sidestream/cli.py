@@ -17,6 +17,7 @@ from sidestream.flags import HelpAsked, Parser, UsageError, add_options, given_o
 
 if TYPE_CHECKING:
     from sidestream import Engine
+    from sidestream.config import EngineConfig
     from sidestream.output import Output
 
 EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -25,6 +26,7 @@ EXIT_HELP = (
     "prompt; 1 when it failed otherwise, such as a model that cannot be found or read; 130 after Ctrl-C."
 )
 RUN_LOG_LEVEL = "warning"  # one prompt needs no report of the start: that is shown when a log level was asked for
+REPETITIONS, MAX_REPETITIONS = 3, 100  # of each workload of a benchmark
 
 
 class OutputFailed(Exception):
@@ -82,12 +84,11 @@ def run(words: Sequence[str]) -> int:
         parser.error("logprobs and hidden states are printed as JSON only. Add --json")
     if not as_json and streamed and sampling.n > 1:
         parser.error("--stream cannot show several outputs at once. Add --json, or leave one of --stream and --n out")
-    options = dict(vars(EngineConfig.from_env(model, **given_options(arguments, EngineConfig))))
-    explicit = "log_level" in arguments or bool(os.environ.get("SIDESTREAM_LOG_LEVEL"))
+    options, level = _engine_options(model, arguments, EngineConfig)
 
     from sidestream import Engine
 
-    with _log_on_stderr(options["log_level"] if explicit else RUN_LOG_LEVEL), _open(Engine, options, arguments) as engine:
+    with _log_on_stderr(level), _open(Engine, options, arguments) as engine:
         if streamed:
             prompt = engine.encode_chat(prompt) if "chat" in arguments else prompt
             _print_stream(engine.stream(prompt, sampling, **outputs), as_json)
@@ -98,6 +99,13 @@ def run(words: Sequence[str]) -> int:
             answers = call(prompt, sampling, **outputs)
             _print_answers(answers if isinstance(answers, list) else [answers], engine.stats() if as_json else None)
     return 0
+
+
+def _engine_options(model: str | None, arguments: dict[str, Any], config: type[EngineConfig]) -> tuple[dict[str, Any], str]:
+    """The options of the engine, and the least severity that is shown."""
+    options = dict(vars(config.from_env(model, **given_options(arguments, config))))
+    explicit = "log_level" in arguments or bool(os.environ.get("SIDESTREAM_LOG_LEVEL"))
+    return options, options["log_level"] if explicit else RUN_LOG_LEVEL
 
 
 def _open(engine: type[Engine], options: dict[str, Any], arguments: dict[str, Any]) -> Engine:
@@ -227,8 +235,72 @@ def pull(words: Sequence[str]) -> int:
     return 0
 
 
+def bench_parser() -> Parser:
+    from sidestream.bench.work import CASES
+    from sidestream.config import CACHE_HELP, EngineConfig
+
+    def cases(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if unknown := [case for case in chosen if case not in CASES]:
+            raise ArgumentTypeError(f"got {unknown[0]!r}, must be some of {','.join(CASES)}")
+        return chosen
+
+    parser = Parser(
+        "bench",
+        words="offline [MODEL]",
+        words_help="what to measure, and the model (default: smollm2) [SIDESTREAM_MODEL]",
+        usage="sidestream bench offline [MODEL] [options]",
+        description="Measure tokens per second on fixed workloads, and their share of what this machine could do at most.",
+        epilog=f"{CACHE_HELP} {EXIT_HELP}",
+    )
+    group = parser.add_argument_group("measuring")
+    listed = ",".join(CASES)
+    parser.option(group, "--cases", metavar="CASE,CASE", type=cases, help=f"Some of {listed} [default: all].")
+    parser.option(group, "--repetitions", metavar="N", type=_repetitions, help=f"Of each, in turn [default: {REPETITIONS}].")
+    parser.option(group, "--json", action="store_true", help="Print one JSON object with every number.")
+    add_options(parser, "engine", EngineConfig, variables=True, defaults={"log_level": RUN_LOG_LEVEL})
+    return parser
+
+
+def _repetitions(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_REPETITIONS:
+        raise ArgumentTypeError(f"got {text!r}, must be an integer between 1 and {MAX_REPETITIONS}")
+    return int(text)
+
+
+def bench(words: Sequence[str]) -> int:
+    """`sidestream bench offline`: a table, or every number as JSON."""
+    parser = bench_parser()
+    arguments = parser.parse(words)
+    kind, *models = arguments["words"] or [""]
+    if kind != "offline":
+        parser.error(f"{f'got {kind!r}' if kind else 'what to measure is missing'}. Write sidestream bench offline [MODEL]")
+    if len(models) > 1:
+        parser.error(f"got {len(models)} models. Give one")
+
+    from sidestream.bench.work import CASES
+    from sidestream.config import EngineConfig
+
+    options, level = _engine_options(models[0] if models else None, arguments, EngineConfig)
+
+    from sidestream import Engine
+    from sidestream.bench.offline import HEAD, Bench, as_json, as_text, works_of
+    from sidestream.observe.table import table_lines
+
+    with _log_on_stderr(level), Engine(options.pop("model"), **options) as engine:
+        measured = Bench(engine, works_of(arguments.get("cases", CASES)))
+        results = measured.run(arguments.get("repetitions", REPETITIONS))
+        if "json" in arguments:
+            _print_json(as_json(measured, results))
+        else:
+            above, rows, below = as_text(measured, results)
+            _write("\n".join([*above, "", *table_lines(HEAD, rows), "", *below]))
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "run": (run, "run one prompt and print its text, or everything about it as JSON"),
+    "bench": (bench, "measure tokens per second, and their share of what the machine could do"),
     "pull": (pull, "fetch a model and print where it is"),
 }
 HELP = "\n".join(

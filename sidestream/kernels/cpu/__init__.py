@@ -92,6 +92,24 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     return out
 
 
+def memory_read_gbs(nbytes: int, threads: int) -> float:
+    """GB/s (1e9 bytes) at which so many threads read a buffer of so many bytes together: the best pass of about 0.1 s."""
+    _check_positive("nbytes", nbytes)
+    _check_positive("threads", threads)
+    return float(_extension().memory_read_gbs(isa(), nbytes, threads))
+
+
+def dot_gflops(threads: int) -> float:
+    """GFLOP/s of the dot products that the kernels are made of, in registers alone: the best pass of about 0.1 s."""
+    _check_positive("threads", threads)
+    return float(_extension().dot_gflops(isa(), threads))
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{name}: got {value}, must be at least 1")
+
+
 def _extension() -> ModuleType:
     if _native is None:
         raise RuntimeError(f"the native CPU backend is not installed: {WHY_NOT}")

@@ -137,6 +137,9 @@ struct Kernels {
     float (*nucleus)(const float* x, int n, float mass);
     // The first id whose cumulative sum of exp(x), in the order of ids, passes `uniform` of the whole. An id of weight 0 never does.
     int (*draw)(const float* x, int n, double uniform);
+    // The machine's limits (limits_impl.h).
+    float (*read_floats)(const float* p, std::ptrdiff_t n) = nullptr;
+    double (*dot_pairs)(std::int64_t rounds, float* sink) = nullptr;
 };
 
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }

@@ -88,6 +88,11 @@ class NativeDecoder:
     def weight_bytes(self) -> int:
         return int(self._native.weight_bytes)
 
+    @property
+    def step_bytes(self) -> int:
+        """What every step reads of the weights: all of them, but of an embedding that is not also the head only a few rows."""
+        return self.weight_bytes - (0 if self.spec.tie_word_embeddings else self._embedding_bytes)
+
     def _pack(self, weights: Weights) -> None:
         def source(name: str) -> Source:
             quantized = weights.quantized(name)
@@ -114,6 +119,7 @@ class NativeDecoder:
                 self._native.set_bias(layer, name, [(bias.data_ptr(), len(bias)) for bias in biases], alternate)
 
         matrix(0, "embed", ["embed"])
+        self._embedding_bytes = self.weight_bytes
         for i in range(self.spec.num_layers):
             matrix(i, "qkv", ["q", "k", "v"])
             matrix(i, "o", ["o"])

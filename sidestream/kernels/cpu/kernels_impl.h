@@ -516,7 +516,7 @@ void attend(const AttendJob& job) {
         for (int i = 0; i < job.queries; i++) {
             AttendJob one = job;
             one.queries = 1;
-            one.q += (std::ptrdiff_t)i * dim;
+            one.q += (std::ptrdiff_t)i * padded;
             one.first += i;
             one.last += i;
             one.max += i;

@@ -3,11 +3,12 @@
 #include "kernels_impl.h"
 
 #include "integer_impl.h"
+#include "limits_impl.h"
 
 namespace sidestream {
 
 const Kernels& kernels_portable() {
-    static const Kernels kernels = table("portable");
+    static const Kernels kernels = with_limits(table("portable"));
     return kernels;
 }
 

@@ -12,6 +12,7 @@
 
 #include "decoder.h"
 #include "dispatch.h"
+#include "limits.h"
 
 namespace nb = nanobind;
 using namespace sidestream;
@@ -149,6 +150,15 @@ NB_MODULE(_native, m) {
         over_rows(rows, threads, [&](std::ptrdiff_t i) { kernels.top_k(at<const float>(x) + i * n, n, k, at<float>(values) + i * k, at<std::int32_t>(ids) + i * k); });
     });
 
+    m.def("memory_read_gbs", [](const std::string& isa, std::size_t bytes, int threads) {
+        nb::gil_scoped_release release;
+        return memory_read_gbs(kernels_named(isa), bytes, threads);
+    });
+    m.def("dot_gflops", [](const std::string& isa, int threads) {
+        nb::gil_scoped_release release;
+        return dot_gflops(kernels_named(isa), threads);
+    });
+
     // For the tests, from here on: one kernel on its own.
     // x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
     m.def("matmul", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
@@ -200,8 +210,11 @@ NB_MODULE(_native, m) {
         for (Buffer<float>* each : {&part, &acc}) each->reserve(n * padded);
         const int *first = at<const int>(std::get<0>(sees)), *last = at<const int>(std::get<1>(sees));
         std::fill_n(max.get(), n, -__builtin_inff());
+        Buffer<bf16> padded_q;
+        padded_q.reserve(n * padded);
+        for (std::size_t i = 0; i < n; i++) std::copy_n(at<const bf16>(q) + i * static_cast<std::size_t>(head_dim), head_dim, padded_q.get() + i * padded);
         AttendJob job{{at<const bf16>(std::get<0>(kv)), at<const bf16>(std::get<1>(kv)), std::get<2>(kv), at<const std::int32_t>(std::get<3>(kv)), std::get<4>(kv)},
-                      0, head_dim, static_cast<int>(padded), queries, at<const bf16>(q), first, last, scale, part_max.get(), part_sum.get(), part.get(), scratch.get()};
+                      0, head_dim, static_cast<int>(padded), queries, padded_q.get(), first, last, scale, part_max.get(), part_sum.get(), part.get(), scratch.get()};
         for (; job.split <= *std::max_element(last, last + queries) / SPLIT; job.split++) {
             kernels.attend(job);
             for (std::size_t i = 0; i < n; i++)

@@ -1,0 +1,1 @@
+"""What `sidestream bench` measures, and what it is held against."""
