@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sidestream.errors import EngineDead as EngineDead
     from sidestream.errors import InvalidRequest as InvalidRequest
     from sidestream.errors import ModelError as ModelError
+    from sidestream.errors import NoToken as NoToken
     from sidestream.errors import QueueFull as QueueFull
     from sidestream.errors import SidestreamError as SidestreamError
     from sidestream.output import Output as Output

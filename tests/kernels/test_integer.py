@@ -73,7 +73,6 @@ def packed_values(packing: int, kind: str, weight: torch.Tensor, outputs: int, c
     return rows
 
 
-@pytest.mark.parametrize("isa", ISAS)
 def test_activations_are_rounded_in_groups_of_32(isa):
     x = activations(7, 192)
     x[2, 32:64] = 0
@@ -92,7 +91,6 @@ def test_activations_are_rounded_in_groups_of_32(isa):
         assert torch.equal(one, other), "the same bits on every instruction set"
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_stays_so(isa, bad):
     x = activations(2, 64)
@@ -106,7 +104,6 @@ def test_what_is_not_finite_stays_so(isa, bad):
     ("kind", "packing", "computed"),
     [("Q4_0", INT4, "Q4_0"), ("Q4_1", INT4, "Q4_1"), ("Q8_0", INT8, "Q8_0")],
 )
-@pytest.mark.parametrize("isa", ISAS)
 def test_blocks_are_kept(kind, packing, computed, isa):
     weight, values = stored_matrix(kind, 37, 96)
     assert torch.equal(packed_values(packing, kind, weight, 37, 96, isa), values)
@@ -144,7 +141,6 @@ def test_a_constant_group_is_kept_in_4_bits():
 SHAPES = [(1, 32, 1), (2, 64, 33), (5, 96, 32), (7, 576, 70), (13, 1536, 40), (33, 160, 97)]  # rows, cols, outputs
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "BF16", "F32"])
 @pytest.mark.parametrize("packing", [INT8, INT4])
 def test_products_are_those_of_the_rounded_operands(isa, kind, packing):
@@ -160,7 +156,6 @@ def test_products_are_those_of_the_rounded_operands(isa, kind, packing):
         assert ((got - want).abs() <= 4e-7 * scale).all(), (rows, cols, outputs)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("kind", "packing"), [("Q4_0", INT4), ("Q4_1", INT4), ("Q8_0", INT8)])
 def test_a_row_has_the_same_bits_in_any_company(isa, kind, packing):
     outputs, cols = 70, 288

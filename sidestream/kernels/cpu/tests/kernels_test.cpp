@@ -85,7 +85,7 @@ std::vector<std::uint8_t> stored_rows(Stored stored, int rows, int cols) {
 void test_matmul(const Kernels& kernels, Stored stored, int outputs, int cols) {
     Arena arena;
     const std::vector<std::uint8_t> source = stored_rows(stored, outputs, cols);
-    const Matrix w = pack(stored, {source.data()}, outputs, cols, arena);
+    const Matrix w = pack(stored, {source.data()}, outputs, cols, Packing::STORED, arena);
     const int ldx = static_cast<int>(round_up(static_cast<std::size_t>(cols), PANEL));
     std::vector<float> alone;
     for (const int rows : {25, 1, 2, 7, 16}) {
@@ -123,10 +123,16 @@ void test_sampling(const Kernels& kernels) {
     for (int n = 1; n < 70; n++) {
         Exact<float> x(static_cast<std::size_t>(n)), values(static_cast<std::size_t>(n));
         Exact<std::int32_t> ids(static_cast<std::size_t>(n));
-        for (float& v : x) v = random_int(0, 9) ? random_float() : std::numeric_limits<float>::quiet_NaN();
+        for (float& v : x) v = random_int(0, 9) ? random_float() : -std::numeric_limits<float>::infinity();
         x.get()[0] = 1.0f;
         kernels.top_k(x.get(), n, n, values.get(), ids.get());
-        check(kernels.argmax(x.get(), n) == ids.get()[0], "argmax is not the best of top_k", kernels.isa);
+        float best;
+        check(kernels.argmax(x.get(), n, &best) == ids.get()[0] && best == values.get()[0], "argmax is not the best of top_k", kernels.isa);
+        check(kernels.nucleus(x.get(), n, 1e-9f) == best, "the best is not the whole of a small nucleus", kernels.isa);
+        for (const double uniform : {0.0, 0.5, 1.0 - 1e-16}) {
+            const int drawn = kernels.draw(x.get(), n, uniform);
+            check(drawn >= 0 && drawn < n && std::isfinite(x.get()[drawn]), "an id without weight was drawn", kernels.isa);
+        }
         check(std::isfinite(kernels.logsumexp(x.get(), n)), "logsumexp", kernels.isa);
         for (const RowType type : {RowType::BF16, RowType::F32, RowType::F16}) {
             Exact<char> out(static_cast<std::size_t>(n) * (type == RowType::F32 ? 4 : 2));
@@ -140,8 +146,8 @@ struct Model {
     std::vector<float> cos, sin;
     Decoder decoder;
 
-    Model(const Kernels& kernels, const Spec& spec, Stored stored, int context)
-        : cos(table(spec, context, 0)), sin(table(spec, context, 1)), decoder(kernels, spec, cos.data(), sin.data(), context) {
+    Model(const Kernels& kernels, const Spec& spec, Stored stored, Packing packing, int context)
+        : cos(table(spec, context, 0)), sin(table(spec, context, 1)), decoder(kernels, spec, packing != Packing::STORED, cos.data(), sin.data(), context), packing_(packing) {
         const int queries = spec.num_heads * spec.head_dim, keys = spec.num_kv_heads * spec.head_dim;
         fill(decoder.embedding, stored, spec.vocab_size, spec.hidden_size, 1, 1);
         for (Layer& layer : decoder.layers) {
@@ -183,16 +189,18 @@ private:
             std::vector<const void*> addresses;
             for (int s = 0; s < sources; s++) data.push_back(stored_rows(stored, rows, cols));
             for (const auto& each : data) addresses.push_back(each.data());
-            linear.parts.push_back(pack(stored, addresses, rows, cols, decoder.arena));
+            linear.parts.push_back(pack(stored, addresses, rows, cols, packing_, decoder.arena));
         }
     }
+
+    Packing packing_;
 };
 
 // Requests of several lengths in pages at random places; whatever no request owns is NaN. Twice: whole prompts by one thread, and random
 // pieces of all requests together by two. Every row must have the same bits.
-void test_decoder(const Kernels& kernels, const Spec& spec, Stored stored, int page_size) {
+void test_decoder(const Kernels& kernels, const Spec& spec, Stored stored, int page_size, Packing packing = Packing::STORED) {
     const int slots = 4, context = 300, columns = (context + page_size - 1) / page_size, pages = slots * columns * 2;
-    Model model(kernels, spec, stored, context);
+    Model model(kernels, spec, stored, packing, context);
     const std::int64_t layer_stride = static_cast<std::int64_t>(pages) * page_size * spec.num_kv_heads * spec.head_dim;
     const std::vector<int> lengths{1, 33, 257, 290};
     Exact<std::int32_t> tokens(static_cast<std::size_t>(slots) * context);
@@ -277,6 +285,7 @@ int main() {
         test_decoder(*kernels, spec, Stored::F32, 4);
         spec = {70, 64, 2, 8, 1, 8, 96, 8, 1e-5f, 0.4f, 1.0f, 1.0f, Activation::GELU_TANH, false, {0, 0}};
         for (const Stored stored : {Stored::Q4_0, Stored::Q4_1, Stored::Q8_0}) test_decoder(*kernels, spec, stored, 8);
+        for (const Packing packing : {Packing::INT8, Packing::INT4}) test_decoder(*kernels, spec, Stored::Q4_1, 16, packing);
         std::printf("%s done\n", kernels->isa);
     }
     std::printf("%d failures\n", failures);
