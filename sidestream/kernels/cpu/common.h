@@ -16,7 +16,7 @@ constexpr int SPLIT = 256;  // keys of one part of attention; parts begin at mul
 constexpr int MAX_QUERIES = 48;  // query vectors that one attention tile takes together
 
 // A matrix [rows, cols] (y = x W^T: rows are outputs), packed in panels of 32 outputs.
-//   BF16  data: bf16   [panels][cols/2][32][2]
+//   BF16  data: bf16   [panels][cols/32][2 halves of 16 outputs][16 pairs of k][16][2]: a half is one tile of the matrix unit
 //   Q4    data: uint32 [panels][cols/32][4 words j][32]: bits 4i hold k = 8j+2i, bits 16+4i hold k = 8j+2i+1, for i = 0..3
 //   Q8    data: int8   [panels][cols/32][8 quads][2 halves of 16 outputs][4][2 pairs][4 outputs][2]
 //   I4    data: uint8  [panels][cols/32][4 quads q][32][4]: the low half of a byte i holds k = 4q+i, the high half k = 16+4q+i
@@ -145,7 +145,7 @@ struct Kernels {
 constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
 // Two panels at a time are expanded to bf16 when many rows use them; the tile of products in float32 stands before them.
-constexpr std::size_t TILE_BYTES = 32 * 4 * PANEL * sizeof(float);
+constexpr std::size_t TILE_BYTES = 256 * PANEL * sizeof(float);
 constexpr std::size_t matmul_scratch_bytes(std::size_t cols) { return TILE_BYTES + 2 * PANEL * round_up(cols, GROUP) * sizeof(bf16); }
 
 constexpr std::size_t attend_scratch_bytes(std::size_t head_dim) {

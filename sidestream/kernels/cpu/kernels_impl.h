@@ -11,7 +11,6 @@ namespace {
 using namespace sidestream;
 
 constexpr int VECTORS = PANEL / LANES;
-constexpr int BLOCK_PANELS = 4;  // panels whose products wait for the epilogue, and rows: ROW_BLOCK
 
 // integer_impl.h, included after this file
 void matmul_integer(const MatmulJob& job, int panel_begin, int panel_end, float* tile);
@@ -56,6 +55,9 @@ inline F activate(Activation kind, F x) {
 }
 
 // ---------------------------------------------------------------- products
+
+// Where vector v of a pair stands in a group of a bf16 panel.
+constexpr int pairs_at(int v, int pair) { return v * LANES / 16 * (GROUP * 16) + pair * 32 + v * LANES % 16 * 2; }
 
 // Where the pairs of a quantised group come from: `at(group)` positions, `step<...>` hands over pair after pair.
 struct NibbleSource {
@@ -124,7 +126,7 @@ template <bool WITH_OFFSET> struct ExpandedSource {
 #pragma GCC unroll 8
             for (int p = 0; p < NP; p++)
 #pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) w[p * VECTORS + v] = load_pairs(base + p * panel_stride + k * (2 * PANEL) + v * 2 * LANES);
+                for (int v = 0; v < VECTORS; v++) w[p * VECTORS + v] = load_pairs(base + p * panel_stride + pairs_at(v, k));
             take(k, w);
         }
     }
@@ -153,7 +155,7 @@ inline void expand_panel(const Source& source, int groups, bf16* out) {
     for (int g = 0; g < groups; g++)
         source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) store_pairs(out + ((std::ptrdiff_t)g * 16 + pair) * (2 * PANEL) + v * 2 * LANES, w[v]);
+            for (int v = 0; v < VECTORS; v++) store_pairs(out + (std::ptrdiff_t)g * (GROUP * PANEL) + pairs_at(v, pair), w[v]);
         });
 }
 
@@ -224,8 +226,8 @@ void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch)
     const int groups = w.cols / GROUP;
     float* tile = (float*)scratch;
     bf16* expanded = (bf16*)((char*)scratch + TILE_BYTES);
-    const bool quantized = w.format != Format::BF16, expand = quantized && job.rows >= EXPAND_ROWS;
-    const int block_panels = expand ? 2 : BLOCK_PANELS;
+    const bool quantized = w.format != Format::BF16, expand = quantized && EXPAND_ROWS && job.rows >= EXPAND_ROWS;
+    const int block_panels = expand ? EXPAND_PANELS : BLOCK_PANELS;
     Tiles tiles;
     const GroupScales all_scales{w.scales, (std::ptrdiff_t)groups * PANEL * (w.minima ? 2 : 1), w.minima};
     for (int panel = panel_begin; panel < panel_end; panel += block_panels) {
@@ -293,12 +295,12 @@ void embed(const Matrix& w, int row, float scale, float* out) {
     const int panel = row / PANEL, column = row % PANEL;
     const std::ptrdiff_t cols = w.cols;
     if (w.format == Format::BF16) {
-        const bf16* at = (const bf16*)w.data + panel * (cols * PANEL) + column * 2;
+        const bf16* half = (const bf16*)w.data + panel * (cols * PANEL) + column / 16 * (GROUP * 16) + column % 16 * 2;
         for (int k = 0; k < w.cols; k += 2) {
+            const bf16* at = half + k / GROUP * (GROUP * PANEL) + k % GROUP / 2 * 32;
             const std::uint32_t first = (std::uint32_t)at[0] << 16, second = (std::uint32_t)at[1] << 16;
             __builtin_memcpy(out + k, &first, 4);
             __builtin_memcpy(out + k + 1, &second, 4);
-            at += 2 * PANEL;
         }
     } else if (is_integer(w.format)) {
         for (int k = 0; k < w.cols; k++) out[k] = integer_weight(w, row, k);
@@ -393,7 +395,7 @@ inline std::ptrdiff_t element_of(const KVView& kv, int position) {
     return (((std::ptrdiff_t)page << kv.page_shift) + (position & ((1 << kv.page_shift) - 1))) * kv.stride;
 }
 
-// Keys base + [begin, end) -> panels [32 keys][padded_dim/2 pairs][32][2]; dims beyond the head, and keys up to whole panels, are zero.
+// Keys base + [begin, end) -> a panel for every 32 keys, as weights [32 keys, padded_dim]; dims beyond the head, and keys up to whole panels, are zero.
 inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     alignas(64) static const std::uint32_t zeros[16] = {};
     const int words = head_dim / 2, full = (int)round_up((std::size_t)end, PANEL);
@@ -410,19 +412,21 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
                 prefetch(kv.values + at + d);
             }
         }
-        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL)) + t % PANEL;
-        int c = 0;
-        for (; c + 16 <= words; c += 16) {
-            const std::uint32_t* from[16];
-            for (int i = 0; i < 16; i++) from[i] = rows[i] ? rows[i] + c : zeros;
-            transpose16(from, to + c * PANEL, PANEL);
+        std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL) + t % PANEL * GROUP);
+        for (int c = 0; c < padded_dim / 2; c += 16, to += GROUP * PANEL / 2) {
+            if (c + 16 <= words) {
+                const std::uint32_t* from[16];
+                for (int i = 0; i < 16; i++) from[i] = rows[i] ? rows[i] + c : zeros;
+                transpose16(from, to, 16);
+            } else {
+                for (int j = 0; j < 16; j++)
+                    for (int i = 0; i < 16; i++) to[j * 16 + i] = rows[i] && c + j < words ? rows[i][c + j] : 0;
+            }
         }
-        for (; c < padded_dim / 2; c++)
-            for (int i = 0; i < 16; i++) to[c * PANEL + i] = rows[i] && c < words ? rows[i][c] : 0;
     }
 }
 
-// Values base + [begin, end), begin even -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims and keys beyond are zero as above.
+// Values base + [begin, end), begin even -> a panel for every 32 dims, as weights [32 dims, SPLIT keys]; what is beyond is zero as above.
 inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     static const bf16 zeros[INTERLEAVE] = {};
     const int full = (int)round_up((std::size_t)end, PANEL);
@@ -430,7 +434,7 @@ inline void pack_values(const KVView& kv, int base, int begin, int end, int head
         const bf16* a = t < end ? kv.values + element_of(kv, base + t) : nullptr;
         const bf16* b = t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
-            bf16* to = out + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + t / 2) * (2 * PANEL) + d % PANEL * 2;
+            bf16* to = out + (std::ptrdiff_t)(d / PANEL) * (SPLIT * PANEL) + t / GROUP * (GROUP * PANEL) + d % PANEL / 16 * (GROUP * 16) + t % GROUP / 2 * 32 + d % 16 * 2;
             if (d + INTERLEAVE <= head_dim) {
                 interleave(a ? a + d : zeros, b ? b + d : zeros, to);
             } else {
@@ -510,7 +514,7 @@ void attend(const AttendJob& job) {
     }
     for (int d = 0; d < padded; d += PANEL)
         products(tiles, weights + low, SPLIT, job.queries, full - low,
-                 values + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + low / 2) * (2 * PANEL), job.out + d, padded);
+                 values + (std::ptrdiff_t)d * SPLIT + low * PANEL, job.out + d, padded);
     // 0 * NaN is NaN: a value that is not finite spoils the queries that do not see it. Each is then computed by itself.
     if (job.queries > 1 && any_nan(job.out, job.queries * padded))
         for (int i = 0; i < job.queries; i++) {

@@ -22,7 +22,7 @@ void pack_bf16(Stored stored, const std::uint8_t* row, int cols, int column, bf1
             std::memcpy(&wide, row + 4 * static_cast<std::size_t>(k), 4);
             value = narrow_one(wide);
         }
-        panel[(k / 2) * (2 * PANEL) + column * 2 + k % 2] = value;
+        panel[k / GROUP * (GROUP * PANEL) + column / 16 * (GROUP * 16) + k % GROUP / 2 * 32 + column % 16 * 2 + k % 2] = value;
     }
 }
 

@@ -3,9 +3,13 @@
 // The unit sums the even and the odd k of 32 apart and adds both to the product, each step rounded as a float32 fused multiply-add. Where
 // vectors are faster (few rows of quantised weights, which it could not read as they are) they do the very same.
 
-constexpr int ROW_BLOCK = 32;
-constexpr int EXPAND_ROWS = 33;  // more than one block: quantised panels are expanded once for all
+constexpr int ROW_BLOCK = 128;   // rows whose products wait for the epilogue
+constexpr int BLOCK_PANELS = 2;  // panels likewise
+constexpr int EXPAND_ROWS = 0;   // never: quantised groups are expanded one by one, for all rows of a block
+constexpr int EXPAND_PANELS = 2;
 constexpr int VECTOR_ROWS = 1;   // up to here quantised products are made of vectors
+
+constexpr int HALF = GROUP * 16;  // elements of a tile of weights
 
 struct alignas(64) TileConfig {
     std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -117,13 +121,13 @@ public:
                         if (both) prefetch(second + (k + 64) * PANEL + line * 32);
                     }
                     _tile_loadd(4, x + k, x_bytes);
-                    _tile_loadd(6, first + k * PANEL, 4 * PANEL);
-                    _tile_loadd(7, first + k * PANEL + 32, 4 * PANEL);
+                    _tile_loadd(6, first + k * PANEL, 64);
+                    _tile_loadd(7, first + k * PANEL + HALF, 64);
                     _tile_dpbf16ps(0, 4, 6);
                     _tile_dpbf16ps(1, 4, 7);
                     if (both) {
-                        _tile_loadd(6, second + k * PANEL, 4 * PANEL);
-                        _tile_loadd(7, second + k * PANEL + 32, 4 * PANEL);
+                        _tile_loadd(6, second + k * PANEL, 64);
+                        _tile_loadd(7, second + k * PANEL + HALF, 64);
                         _tile_dpbf16ps(2, 4, 6);
                         _tile_dpbf16ps(3, 4, 7);
                     }
@@ -147,9 +151,9 @@ public:
             _tile_zero(3);
             for (int k = 0; k < cols; k += 32) {
                 _tile_loadd(4, x + k, x_bytes);
-                _tile_loadd(6, w + k * PANEL, 4 * PANEL);
+                _tile_loadd(6, w + k * PANEL, 64);
                 _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, w + k * PANEL + 32, 4 * PANEL);
+                _tile_loadd(7, w + k * PANEL + HALF, 64);
                 _tile_dpbf16ps(1, 4, 7);
                 _tile_loadd(5, lower + k, x_bytes);
                 _tile_dpbf16ps(2, 5, 6);
@@ -167,51 +171,20 @@ public:
     void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
                  const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
         if (m <= VECTOR_ROWS) return rows_of_vectors<VECTOR_ROWS>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        const int upper = m < 16 ? m : 16, lower = m - upper;
-        configure(upper, lower ? lower : 1);
-        const long x_bytes = ldx * 2;
-        alignas(64) float products[32 * PANEL];
-        alignas(64) bf16 weights[2][GROUP * PANEL];
-        for (int p = 0; p < np; p++) {
+        alignas(64) float products[CHUNK][32 * PANEL];
+        alignas(64) bf16 weights[2][CHUNK][GROUP * PANEL];
+        for (int p = 0; p < np; p++, out += PANEL) {
             Source panel = source;
             panel.data += p * panel.panel_stride;
-            const bf16* w = weights_of_group(panel, 0, weights[0]);
-            for (int g = 0; g < groups; g++) {
-                // The next group is written while this one is multiplied: the unit's loads wait for stores to arrive.
-                const bf16* next = g + 1 < groups ? weights_of_group(panel, g + 1, weights[(g + 1) & 1]) : nullptr;
-                asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
-                _tile_zero(0);
-                _tile_zero(1);
-                _tile_loadd(4, x + g * GROUP, x_bytes);
-                _tile_loadd(6, w, 4 * PANEL);
-                _tile_dpbf16ps(0, 4, 6);
-                _tile_loadd(7, w + 32, 4 * PANEL);
-                _tile_dpbf16ps(1, 4, 7);
-                if (lower) {
-                    _tile_zero(2);
-                    _tile_zero(3);
-                    _tile_loadd(5, x + 16 * ldx + g * GROUP, x_bytes);
-                    _tile_dpbf16ps(2, 5, 6);
-                    _tile_dpbf16ps(3, 5, 7);
-                }
-                _tile_stored(0, products, 4 * PANEL);
-                _tile_stored(1, products + 16, 4 * PANEL);
-                if (lower) {
-                    _tile_stored(2, products + 16 * PANEL, 4 * PANEL);
-                    _tile_stored(3, products + 16 * PANEL + 16, 4 * PANEL);
-                }
-                w = next;
-                F scale[VECTORS], offset[VECTORS];
-                for (int v = 0; v < VECTORS; v++) scales.load_group(g, p, v, scale[v], offset[v]);
-                for (int i = 0; i < m; i++) {
-                    float* to = out + i * ldo + p * PANEL;
-                    const F sum = Source::OFFSET ? set1(sums[i * ldsums + g]) : zero();
-#pragma GCC unroll 2
-                    for (int v = 0; v < VECTORS; v++) {
-                        F acc = g ? load(to + v * LANES) : zero();
-                        if (Source::OFFSET) acc = fma(sum, offset[v], acc);
-                        store(to + v * LANES, fma(load(products + i * PANEL + v * LANES), scale[v], acc));
-                    }
+            // A few groups at a time, for all rows: their weights stay in the nearest cache. The next ones are written while the unit works.
+            expand(panel, 0, groups, weights[0]);
+            for (int first = 0, turn = 0; first < groups; first += CHUNK, turn ^= 1) {
+                for (int row = 0; row < m;) {
+                    const int rows = piece_of(m - row, 32);
+                    multiply(x + row * ldx, ldx, rows, first, groups, weights[turn], products);
+                    if (row == 0) expand(panel, first + CHUNK, groups, weights[turn ^ 1]);
+                    sum<Source::OFFSET>(rows, first, groups, p, products, sums + (Source::OFFSET ? row * ldsums : 0), ldsums, scales, out + row * ldo, ldo);
+                    row += rows;
                 }
             }
         }
@@ -230,15 +203,67 @@ private:
         second_ = second;
     }
 
-    template <bool WITH_OFFSET> static const bf16* weights_of_group(const ExpandedSource<WITH_OFFSET>& source, int g, bf16*) {
-        return source.data + (std::ptrdiff_t)g * (GROUP * PANEL);
-    }
-    template <class Source> static const bf16* weights_of_group(const Source& source, int g, bf16* to) {
-        source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+    static constexpr int CHUNK = 4;  // groups
+
+    template <class Source> static void expand(const Source& panel, int first, int groups, bf16 (*to)[GROUP * PANEL]) {
+        for (int g = first; g < groups && g < first + CHUNK; g++)
+            panel.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) store_pairs(to + pair * (2 * PANEL) + v * 2 * LANES, w[v]);
-        });
-        return to;
+                for (int v = 0; v < VECTORS; v++) store_pairs(to[g - first] + pairs_at(v, pair), w[v]);
+            });
+    }
+
+    void multiply(const bf16* x, std::ptrdiff_t ldx, int rows_, int first, int groups, const bf16 (*weights)[GROUP * PANEL], float (*products)[32 * PANEL]) {
+        const long x_bytes = ldx * 2;
+        const int upper = rows_ < 16 ? rows_ : 16, lower = rows_ - upper;
+        configure(upper, lower ? lower : 1);
+        asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
+        for (int g = first; g < groups && g < first + CHUNK; g++) {
+            const bf16 *w = weights[g - first], *rows = x + g * GROUP;
+            float* d = products[g - first];
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_loadd(4, rows, x_bytes);
+            _tile_loadd(6, w, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w + HALF, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            if (lower) {
+                _tile_zero(2);
+                _tile_zero(3);
+                _tile_loadd(5, rows + 16 * ldx, x_bytes);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, d, 4 * PANEL);
+            _tile_stored(1, d + 16, 4 * PANEL);
+            if (lower) {
+                _tile_stored(2, d + 16 * PANEL, 4 * PANEL);
+                _tile_stored(3, d + 16 * PANEL + 16, 4 * PANEL);
+            }
+        }
+    }
+
+    // out += products * scale + sums * offset, group after group.
+    template <bool OFFSET>
+    static void sum(int m, int first, int groups, int p, const float (*products)[32 * PANEL], const float* sums, std::ptrdiff_t ldsums,
+                    const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        const int count = groups - first < CHUNK ? groups - first : CHUNK;
+        F scale[CHUNK][VECTORS], offset[CHUNK][VECTORS];
+        for (int c = 0; c < count; c++)
+            for (int v = 0; v < VECTORS; v++) scales.load_group(first + c, p, v, scale[c][v], offset[c][v]);
+        for (int i = 0; i < m; i++) {
+            F acc[VECTORS];
+            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
+            for (int c = 0; c < count; c++) {
+                const F of_row = OFFSET ? set1(sums[i * ldsums + first + c]) : zero();
+                for (int v = 0; v < VECTORS; v++) {
+                    if (OFFSET) acc[v] = fma(of_row, offset[c][v], acc[v]);
+                    acc[v] = fma(load(products[c] + i * PANEL + v * LANES), scale[c][v], acc[v]);
+                }
+            }
+            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
+        }
     }
 
     int first_ = 0, second_ = 0;

@@ -1,33 +1,37 @@
 // Tiles of vector registers. Included by kernels_impl.h, in its anonymous namespace.
 
-constexpr int ROW_BLOCK = 24;
+constexpr int ROW_BLOCK = 24;    // rows whose products wait for the epilogue
+constexpr int BLOCK_PANELS = 4;  // panels likewise
+constexpr int EXPAND_PANELS = 2;
 constexpr int EXPAND_ROWS = 16;  // from here on quantised panels are first expanded to bf16 integers
 
 // M rows x NP panels of bf16 weights. w: first pair of the first panel; panels follow each other at `panel_stride` elements.
 template <int M, int NP>
-inline void tile_bf16(const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+inline void tile_bf16(const bf16* x, std::ptrdiff_t ldx, int groups, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
     F acc[M][NP * VECTORS];
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
         for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
-    for (int k = 0; k < pairs; k++) {
-        Pairs weights[NP * VECTORS];
+    for (int g = 0; g < groups; g++, w += GROUP * PANEL, x += GROUP)
+        for (int k = 0; k < GROUP / 2; k++) {
+            Pairs weights[NP * VECTORS];
 #pragma GCC unroll 8
-        for (int p = 0; p < NP; p++) {
-            const bf16* at = w + p * panel_stride + (std::ptrdiff_t)k * (2 * PANEL);
-            prefetch(at + 512);
-            prefetch(at + 544);
+            for (int p = 0; p < NP; p++) {
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) weights[p * VECTORS + v] = load_pairs(at + v * 2 * LANES);
-        }
+                for (int v = 0; v < VECTORS; v++) {
+                    const bf16* at = w + p * panel_stride + pairs_at(v, k);
+                    if (v * LANES % 16 == 0) prefetch(at + 512);
+                    weights[p * VECTORS + v] = load_pairs(at);
+                }
+            }
 #pragma GCC unroll 16
-        for (int i = 0; i < M; i++) {
-            const Pair b = broadcast_pair(x + i * ldx + 2 * k);
+            for (int i = 0; i < M; i++) {
+                const Pair b = broadcast_pair(x + i * ldx + 2 * k);
 #pragma GCC unroll 16
-            for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = dot(acc[i][j], weights[j], b);
+                for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = dot(acc[i][j], weights[j], b);
+            }
         }
-    }
 #pragma GCC unroll 16
     for (int i = 0; i < M; i++)
 #pragma GCC unroll 16
@@ -83,16 +87,16 @@ constexpr int panels_for(int rows) {
 }
 
 template <int M, int NP>
-inline void rows_bf16(int m, int np, const bf16* x, std::ptrdiff_t ldx, int pairs, const bf16* w, std::ptrdiff_t stride, float* out, std::ptrdiff_t ldo) {
+inline void rows_bf16(int m, int np, const bf16* x, std::ptrdiff_t ldx, int groups, const bf16* w, std::ptrdiff_t stride, float* out, std::ptrdiff_t ldo) {
     if constexpr (M > 1) {
-        if (m < M) return rows_bf16<M - 1, panels_for(M - 1)>(m, np, x, ldx, pairs, w, stride, out, ldo);
+        if (m < M) return rows_bf16<M - 1, panels_for(M - 1)>(m, np, x, ldx, groups, w, stride, out, ldo);
     }
     int p = 0;
-    for (; p + NP <= np; p += NP) tile_bf16<M, NP>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    for (; p + NP <= np; p += NP) tile_bf16<M, NP>(x, ldx, groups, w + p * stride, stride, out + p * PANEL, ldo);
     if constexpr (NP > 2) {
-        for (; p + 2 <= np; p += 2) tile_bf16<M, 2>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+        for (; p + 2 <= np; p += 2) tile_bf16<M, 2>(x, ldx, groups, w + p * stride, stride, out + p * PANEL, ldo);
     }
-    for (; p < np; p++) tile_bf16<M, 1>(x, ldx, pairs, w + p * stride, stride, out + p * PANEL, ldo);
+    for (; p < np; p++) tile_bf16<M, 1>(x, ldx, groups, w + p * stride, stride, out + p * PANEL, ldo);
 }
 
 template <int M, int NP, class Source>
@@ -119,7 +123,7 @@ inline void rows_grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const
 struct Tiles {
     // x: [m, cols] of [m, ldx], m <= MAX_ROWS; np panels of weights -> out: [m, 32 np] of [m, ldo].
     void plain(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
-        rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, np, x, ldx, cols / 2, w, panel_stride, out, ldo);
+        rows_bf16<MAX_ROWS, panels_for(MAX_ROWS)>(m, np, x, ldx, cols / GROUP, w, panel_stride, out, ldo);
     }
     template <class Source>
     void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
