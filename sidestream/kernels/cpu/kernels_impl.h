@@ -36,6 +36,17 @@ inline F exponential(F x) {
     return inside(x, low, set1(__builtin_inff()), scale_by_power(p, n), zero());
 }
 
+// 2^x for x <= 0, to a relative 5e-5: finer than the bfloat16 it becomes. Exactly 1 at 0, exactly 0 below -125 and at -inf.
+inline F coarse_power(F x) {
+    const F low = set1(-125.0f);
+    const F v = max(x, low), n = round(v), f = sub(v, n);
+    F p = fma(set1(0.009618129f), f, set1(0.055504109f));
+    p = fma(p, f, set1(0.240226507f));
+    p = fma(p, f, set1(0.693147181f));
+    p = fma(p, f, set1(1.0f));
+    return above(x, low, scale_by_power(p, n));
+}
+
 inline F activate(Activation kind, F x) {
     const F one = set1(1.0f);
     switch (kind) {
@@ -395,22 +406,33 @@ inline std::ptrdiff_t element_of(const KVView& kv, int position) {
     return (((std::ptrdiff_t)page << kv.page_shift) + (position & ((1 << kv.page_shift) - 1))) * kv.stride;
 }
 
+// Where up to 16 positions from a multiple of 16 are. Returns how many of `count` that is.
+inline int elements_of(const KVView& kv, int position, int count, std::ptrdiff_t* at) {
+    if (count > 16) count = 16;
+    if (kv.page_shift >= 4) {  // in one page
+        at[0] = element_of(kv, position);
+        for (int i = 1; i < count; i++) at[i] = at[i - 1] + kv.stride;
+    } else {
+        for (int i = 0; i < count; i++) at[i] = element_of(kv, position + i);
+    }
+    return count;
+}
+
 // Keys base + [begin, end) -> a panel for every 32 keys, as weights [32 keys, padded_dim]; dims beyond the head, and keys up to whole panels, are zero.
 inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     alignas(64) static const std::uint32_t zeros[16] = {};
     const int words = head_dim / 2, full = (int)round_up((std::size_t)end, PANEL);
     for (int t = begin; t < full; t += 16) {
+        std::ptrdiff_t at[16];
+        const int count = elements_of(kv, base + t, end - t, at);
         const std::uint32_t* rows[16];
-        for (int i = 0; i < 16; i++) {
-            rows[i] = nullptr;
-            if (t + i >= end) continue;
-            const std::ptrdiff_t at = element_of(kv, base + t + i);
-            rows[i] = (const std::uint32_t*)(kv.keys + at);
-            const std::ptrdiff_t ahead = t + i + 16 < end ? element_of(kv, base + t + i + 16) : at;
-            for (int d = 0; d < head_dim; d += 32) {  // a line holds 32 of them
-                prefetch(kv.keys + ahead + d);
-                prefetch(kv.values + at + d);
-            }
+        for (int i = 0; i < 16; i++) rows[i] = i < count ? (const std::uint32_t*)(kv.keys + at[i]) : nullptr;
+        for (int i = 0; i < count; i++)
+            for (int d = 0; d < head_dim; d += 32) prefetch(kv.values + at[i] + d);  // a line holds 32 of them
+        if (t + 16 < end) {
+            const int next = elements_of(kv, base + t + 16, end - t - 16, at);
+            for (int i = 0; i < next; i++)
+                for (int d = 0; d < head_dim; d += 32) prefetch(kv.keys + at[i] + d);
         }
         std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL) + t % PANEL * GROUP);
         for (int c = 0; c < padded_dim / 2; c += 16, to += GROUP * PANEL / 2) {
@@ -430,9 +452,13 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
 inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     static const bf16 zeros[INTERLEAVE] = {};
     const int full = (int)round_up((std::size_t)end, PANEL);
+    std::ptrdiff_t at[16];
+    int count = 0;
     for (int t = begin; t < full; t += 2) {
-        const bf16* a = t < end ? kv.values + element_of(kv, base + t) : nullptr;
-        const bf16* b = t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
+        const int i = t % 16;
+        if (i == 0) count = t < end ? elements_of(kv, base + t, end - t, at) : 0;
+        const bf16* a = i < count ? kv.values + at[i] : nullptr;
+        const bf16* b = i + 1 < count ? kv.values + at[i + 1] : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
             bf16* to = out + (std::ptrdiff_t)(d / PANEL) * (SPLIT * PANEL) + t / GROUP * (GROUP * PANEL) + d % PANEL / 16 * (GROUP * 16) + t % GROUP / 2 * 32 + d % 16 * 2;
             if (d + INTERLEAVE <= head_dim) {
@@ -488,26 +514,29 @@ void attend(const AttendJob& job) {
         products(tiles, job.q, padded, job.queries, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), scores + t, SPLIT);
     for (int i = 0; i < job.queries; i++) {
         const int a = job.first[i] - base, b = job.last[i] - base;
-        const F first = set1((float)a), last = set1((float)b), scale = set1(job.scale), nothing = set1(-__builtin_inff());
+        const F first = set1((float)a), last = set1((float)b), nothing = set1(-__builtin_inff());
         float* row = scores + (std::ptrdiff_t)i * SPLIT;
         bf16* probabilities = weights + (std::ptrdiff_t)i * SPLIT;
         F most = nothing;
         for (int t = low; t < full; t += LANES) {
-            F s = mul(load(row + t), scale);
-            if (t < a || t + LANES - 1 > b) s = inside(iota((float)t), first, last, s, nothing);
+            F s = load(row + t);
+            if (t < a || t + LANES - 1 > b) {
+                s = inside(iota((float)t), first, last, s, nothing);
+                store(row + t, s);
+            }
             most = max(s, most);
-            store(row + t, s);
         }
         const float m = reduce_max(most);
-        job.max[i] = m;
+        job.max[i] = m * job.scale;
         if (m == -__builtin_inff()) {  // sees nothing of this split
             for (int t = low; t < full; t++) probabilities[t] = 0;
             job.sum[i] = 0.0f;
             continue;
         }
+        const F scale = set1(job.scale * 1.44269504088896341f), shift = set1(m);
         F total = zero();
         for (int t = low; t < full; t += LANES) {
-            store_bf16(probabilities + t, exponential(sub(load(row + t), set1(m))));
+            store_bf16(probabilities + t, coarse_power(mul(sub(load(row + t), shift), scale)));
             total = add(total, load_bf16(probabilities + t));  // of what multiplies the values, so that the weights sum to one
         }
         job.sum[i] = reduce_add(total);

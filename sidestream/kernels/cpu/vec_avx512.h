@@ -45,6 +45,8 @@ inline F inside(F at, F low, F high, F v, F other) {
     const __mmask16 m = _mm512_cmp_ps_mask(at, low, _CMP_GE_OQ) & _mm512_cmp_ps_mask(at, high, _CMP_LE_OQ);
     return _mm512_mask_blend_ps(m, other, v);
 }
+// v where at > low, else 0
+inline F above(F at, F low, F v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at, low, _CMP_GT_OQ), v); }
 inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 inline float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
