@@ -216,14 +216,19 @@ def pick_threads(threads: int | None) -> int:
 
 
 def pick_dtype(name: str, device: torch.device, *, integer: bool = False) -> torch.dtype:
-    """auto: bfloat16 where the processor has dot products of it or products are integer, else float32."""
+    """auto: bfloat16 on CUDA, with integer products, and on CPUs that have dot products of it or vectors for the native kernels."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    return torch.bfloat16 if integer or device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    if integer or device.type == "cuda" or torch.cpu._is_avx512_bf16_supported():
+        return torch.bfloat16
+    from sidestream.kernels import cpu
+
+    # They widen what they read, and a weight of half the size is read in half the time.
+    return torch.bfloat16 if cpu.native() is not None and cpu.isa() != "portable" else torch.float32
 
 
 def pick_overlap(overlap: bool | None, device: torch.device) -> bool:
-    """On a CPU host and device share the cores: measured (`benchmarks/overlap.py`), it gains nothing there until the forward is native."""
+    """On a CPU the host's work takes a core from the kernels: measured (`benchmarks/overlap.py`), overlap gains nothing there."""
     return device.type == "cuda" if overlap is None else overlap
 
 

@@ -37,7 +37,7 @@ class EngineConfig:
     dtype: Annotated[
         str,
         Option(
-            "Type of the arithmetic; auto is bfloat16 on CUDA and on CPUs that compute in it, else float32.",
+            "Type of the arithmetic; auto is bfloat16 on CUDA and on CPUs that have AVX2 or more, else float32.",
             choices=("auto", "float32", "bfloat16", "float16"),
         ),
     ] = "auto"
