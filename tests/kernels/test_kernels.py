@@ -92,6 +92,22 @@ def test_matmul(native: ModuleType, isa: str, stored: str, shape: tuple[int, int
         assert torch.equal(matmul(native, isa, stored, weight, shape, x[row : row + 1]), all_rows[row : row + 1]), f"row {row}"
 
 
+@pytest.mark.parametrize("stored", ["BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_subnormal_numbers_are_the_same_in_every_tile(native: ModuleType, isa: str, stored: str) -> None:
+    """The matrix unit takes them for zero. Behind a group of them, products of usual size are rounded."""
+    shape = (64, 128)
+    weight, _ = stored_matrix(stored, *shape, generator(12))
+    for scale in (1e-37, 1e-38, 1e-39, 1e-40):
+        x = torch.randn(33, 128, generator=generator(13))
+        x[:, :32] *= scale
+        x[::2] *= scale
+        x = x.to(torch.bfloat16)
+        all_rows = matmul(native, isa, stored, weight, shape, x)
+        for rows in (1, 2, 12):
+            parts = [matmul(native, isa, stored, weight, shape, part.contiguous()) for part in x.split(rows)]
+            assert torch.equal(torch.cat(parts), all_rows), f"{rows} rows, scale {scale}"
+
+
 def test_every_stored_integer_is_read(native: ModuleType, isa: str) -> None:
     """One column at a time, so that the output is the weight itself."""
     for stored, count in (("Q8_0", 256), ("Q4_0", 16), ("Q4_1", 16)):
