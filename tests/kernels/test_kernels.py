@@ -314,6 +314,27 @@ def test_attention(native: ModuleType, isa: str, dim: int, window: int) -> None:
             assert torch.equal(cache.attend(native, isa, head, q[one].contiguous(), first[one].clone(), last[one].clone(), scale), got[one])
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_key_or_value_that_is_not_finite_shows_where_it_is_seen(native: ModuleType, isa: str, bad: float, window: int) -> None:
+    length, random = 300, generator(14, window)
+    last = torch.arange(length - 48, length, dtype=torch.int32)
+    first = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+    q = torch.randn(48, 32, generator=random).abs().to(torch.bfloat16)
+    # One position, and all of the first part.
+    for positions in (range(3, 4), range(280, 281), range(299, 300), range(256)):
+        cache = Cache(length, 1, 32, 16, random)
+        at = [int(cache.table[position // 16]) * 16 + position % 16 for position in positions]
+        clean = cache.attend(native, isa, 0, q, first, last, 0.2)
+        sees = (first < positions.stop) & (last >= positions.start)
+        for tensor in (cache.keys, cache.values):
+            before = tensor[at]
+            tensor[at] = bad
+            spoilt = cache.attend(native, isa, 0, q, first, last, 0.2)
+            tensor[at] = before
+            assert not spoilt[sees].isfinite().any() and torch.equal(spoilt[~sees], clean[~sees]), positions
+
+
 def test_attention_over_large_scores(native: ModuleType, isa: str) -> None:
     """The largest score of all is in any of the parts, and far above the others."""
     random = generator(11)

@@ -20,10 +20,10 @@ float integer_weight(const Matrix& w, int row, int column);
 
 // ---------------------------------------------------------------- elementary functions
 
-// Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf.
+// Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf, NaN at NaN.
 inline F exponential(F x) {
     const F low = set1(-87.0f), high = set1(88.0f);
-    const F v = min(max(x, low), high);
+    const F v = min(high, max(low, x));  // in this order a NaN stays
     const F n = round(mul(v, set1(1.44269504088896341f)));
     F r = fma(n, set1(-0.693359375f), v);
     r = fma(n, set1(2.12194440e-4f), r);
@@ -422,13 +422,14 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
     }
 }
 
-// Values base + [begin, end), begin even -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims and keys beyond are zero as above.
+// Values base + [begin, end) -> panels [32 dims][SPLIT/2 pairs of keys][32][2]; dims beyond the head, and keys of whole panels that are
+// outside, are zero.
 inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     static const bf16 zeros[INTERLEAVE] = {};
     const int full = (int)round_up((std::size_t)end, PANEL);
-    for (int t = begin; t < full; t += 2) {
-        const bf16* a = t < end ? kv.values + element_of(kv, base + t) : nullptr;
-        const bf16* b = t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
+    for (int t = begin / PANEL * PANEL; t < full; t += 2) {
+        const bf16* a = t >= begin && t < end ? kv.values + element_of(kv, base + t) : nullptr;
+        const bf16* b = t + 1 >= begin && t + 1 < end ? kv.values + element_of(kv, base + t + 1) : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
             bf16* to = out + ((std::ptrdiff_t)(d / PANEL) * (SPLIT / 2) + t / 2) * (2 * PANEL) + d % PANEL * 2;
             if (d + INTERLEAVE <= head_dim) {
@@ -467,7 +468,8 @@ void attend(const AttendJob& job) {
         if (a < low) low = a;
         if (b > high) high = b;
     }
-    low = low < 0 ? 0 : low / PANEL * PANEL;
+    const int begin = low < 0 ? 0 : low;
+    low = begin / PANEL * PANEL;
     const int end = high + 1 < SPLIT ? high + 1 : SPLIT;
     if (end <= low) {
         for (int i = 0; i < job.queries; i++) job.max[i] = -__builtin_inff(), job.sum[i] = 0.0f;
@@ -478,7 +480,7 @@ void attend(const AttendJob& job) {
     float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
     bf16* weights = (bf16*)(scores + (std::ptrdiff_t)MAX_QUERIES * SPLIT);
     pack_keys(job.kv, base, low, end, dim, padded, keys);
-    pack_values(job.kv, base, low, end, dim, padded, values);
+    pack_values(job.kv, base, begin, end, dim, padded, values);
     const int full = (int)round_up((std::size_t)end, PANEL);
     for (int t = low; t < full; t += PANEL)
         products(tiles, job.q, padded, job.queries, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), scores + t, SPLIT);
@@ -496,9 +498,10 @@ void attend(const AttendJob& job) {
         }
         const float m = reduce_max(most);
         job.max[i] = m;
-        if (m == -__builtin_inff()) {  // sees nothing of this split
+        if (m == -__builtin_inff()) {  // sees nothing of this split, or nothing but NaN
             for (int t = low; t < full; t++) probabilities[t] = 0;
             job.sum[i] = 0.0f;
+            if (any_nan(row + low, full - low)) job.max[i] = job.sum[i] = __builtin_nanf("");
             continue;
         }
         F total = zero();
