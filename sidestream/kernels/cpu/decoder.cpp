@@ -308,7 +308,7 @@ void Decoder::attention(const Step& step, int layer, char* scratch) {
 }
 
 // Rows that somebody wants of this layer. normed: the last layer, whose rows are the input of the head.
-void Decoder::write_taps(const Step& step, int layer, bool normed) {
+void Decoder::write_taps(const Step& step, int layer, bool normed, char* scratch) {
     for (const Tap& tap : step.taps) {
         const int width = static_cast<int>(tap.layers.size());
         if (std::find(tap.layers.begin(), tap.layers.end(), layer) == tap.layers.end()) continue;
@@ -317,11 +317,10 @@ void Decoder::write_taps(const Step& step, int layer, bool normed) {
         for (int i = 0; i < tap.num_rows; i++) {
             const std::ptrdiff_t row = tap.rows[i];
             const float* from = x_.get() + row * padded_hidden_;
-            std::vector<float> wide;
             if (normed) {
-                wide.resize(static_cast<std::size_t>(spec.hidden_size));
-                kernels.widen(normed_.get() + row * padded_hidden_, spec.hidden_size, wide.data());
-                from = wide.data();
+                float* wide = reinterpret_cast<float*>(scratch);
+                kernels.widen(normed_.get() + row * padded_hidden_, spec.hidden_size, wide);
+                from = wide;
             }
             for (int j = 0; j < width; j++)
                 if (tap.layers[j] == layer)
@@ -395,7 +394,7 @@ void Decoder::forward(const Step& step, int threads) {
             kernels.embed(embedding.parts[0], token >= 0 && token < spec.vocab_size ? token : 0, spec.embedding_scale,
                           x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_);
         }
-        write_taps(step, 0, false);
+        write_taps(step, 0, false, scratch);
         for (int i = 0; i < spec.num_layers; i++) {
             const Layer& layer = layers[static_cast<std::size_t>(i)];
             norm_rows(layer.attn_norm);
@@ -418,10 +417,10 @@ void Decoder::forward(const Step& step, int threads) {
             norm_rows(layer.mlp_norm);
             linear(layer.gate_up, gate_up, scratch);
             linear(layer.down, down, scratch);
-            if (i + 1 < spec.num_layers) write_taps(step, i + 1, false);
+            if (i + 1 < spec.num_layers) write_taps(step, i + 1, false, scratch);
         }
         norm_rows(final_norm);
-        write_taps(step, spec.num_layers, true);
+        write_taps(step, spec.num_layers, true, scratch);
 #pragma omp for schedule(dynamic, 16)
         for (int r = 0; r < tokens; r++)
             std::memcpy(step.hidden + static_cast<std::ptrdiff_t>(r) * spec.hidden_size, normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_,

@@ -115,7 +115,7 @@ private:
     void attend_group(const Step& step, int layer, const Group& group, int head, char* scratch);
     void copy_queries(int row, int head, bf16* to);
     void merge_row(int row);
-    void write_taps(const Step& step, int layer, bool normed);
+    void write_taps(const Step& step, int layer, bool normed, char* scratch);
     KVView view(const Step& step, int layer, int slot, int head) const;
 
     int padded_hidden_, padded_attention_, padded_intermediate_, padded_head_, query_width_, kv_width_, group_size_, tile_rows_;
