@@ -104,7 +104,10 @@ def _build(
     started = time.perf_counter()
     model = load_model(config.model, dtype=dtype, device=device)
     spec = model.spec
-    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=model.weights.nbytes)
+    weight_bytes = model.weights.nbytes
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        weight_bytes = min(weight_bytes, model.file_bytes)  # the native interpreter keeps quantised matrices as the file does
+    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=weight_bytes)
     _log_model(model, dtype, size, config, time.perf_counter() - started)
     tokenizer = _tokenizer(model, config)
     running = config.max_running_requests or DEFAULT_RUNNING
