@@ -25,6 +25,7 @@ from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.sizing import KVSize, size_kv_cache
 from sidestream.engine.streams import Streams, open_streams
 from sidestream.errors import ConfigError
+from sidestream.kernels import cpu
 from sidestream.messages import Outbound, Submit
 from sidestream.models.decoder import Decoder
 from sidestream.models.interpreter import Interpreter
@@ -73,6 +74,8 @@ def assemble(
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, device, integer=config.quantization != "auto")
     _check_quantization(config.quantization, dtype, device)
+    if device.type == "cpu" and cpu.native() is not None:
+        cpu.isa()  # sampling is native in every dtype: a wrong name is refused here, not in the first step
     threads = pick_threads(config.threads)
     streams = streams or open_streams(device, threads)
     log.info(
@@ -101,7 +104,10 @@ def _build(
     started = time.perf_counter()
     model = load_model(config.model, dtype=dtype, device=device)
     spec = model.spec
-    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=model.weights.nbytes)
+    weight_bytes = model.weights.nbytes
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        weight_bytes = min(weight_bytes, model.file_bytes)  # the native interpreter keeps quantised matrices as the file does
+    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=weight_bytes)
     _log_model(model, dtype, size, config, time.perf_counter() - started)
     tokenizer = _tokenizer(model, config)
     running = config.max_running_requests or DEFAULT_RUNNING
@@ -183,8 +189,6 @@ def _check_quantization(quantization: str, dtype: torch.dtype, device: torch.dev
     """Raises ConfigError where integer compute is asked for and cannot be had, whatever the model."""
     if quantization == "auto":
         return
-    from sidestream.kernels.cpu import WHY_NOT, native
-
     where = "integer compute is part of the native CPU backend"
     name = str(dtype).removeprefix("torch.")
     if device.type != "cpu":
@@ -192,8 +196,8 @@ def _check_quantization(quantization: str, dtype: torch.dtype, device: torch.dev
     if dtype != torch.bfloat16:
         hint = "Use --dtype bfloat16, the type of its hidden rows."
         raise ConfigError(f"quantization: got {quantization}, must be auto with dtype {name}: {where}", hint=hint)
-    if native() is None:
-        hint = f"Install sidestream again where there is a C++ compiler ({WHY_NOT})."
+    if cpu.native() is None:
+        hint = f"Install sidestream again where there is a C++ compiler ({cpu.WHY_NOT})."
         raise ConfigError(f"quantization: got {quantization}, must be auto here: {where}, which is not installed", hint=hint)
 
 

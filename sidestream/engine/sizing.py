@@ -32,7 +32,7 @@ class KVSize:
 
 
 def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int) -> KVSize:
-    """Raises ConfigError, with the arithmetic, when not even one page fits."""
+    """weight_bytes: of weights that are not in memory yet. Raises ConfigError, with the arithmetic, when not even one page fits."""
     per_token = spec.kv_bytes_per_token(itemsize)
     if config.context_length is not None and config.context_length > spec.max_position:
         raise ConfigError(f"context_length: got {config.context_length}, must be at most {spec.max_position} (what the model was made for)")
@@ -62,11 +62,11 @@ def _memory_budget(config: EngineConfig, device: torch.device, weight_bytes: int
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         fraction = config.mem_fraction or DEFAULT_CUDA_FRACTION
-        # The weights are loaded already: what is not free now is theirs and other processes'.
-        return max(0, int(free - total * (1 - fraction))), f"{fraction:.0%} of {total / GIB:.1f} GiB less what is used"
+        # What is not free now is other processes'.
+        return max(0, int(free - total * (1 - fraction)) - weight_bytes), f"{fraction:.0%} of {total / GIB:.1f} GiB less weights and what is used"
     available = available_memory()
     if config.mem_fraction is not None:
-        budget = int((available + weight_bytes) * config.mem_fraction) - weight_bytes
+        budget = int(available * config.mem_fraction) - weight_bytes
         return max(0, budget), f"{config.mem_fraction:.0%} of {available / GIB:.1f} GiB less weights"
     return int(available * DEFAULT_CPU_FRACTION), f"of {available / GIB:.1f} GiB available"
 

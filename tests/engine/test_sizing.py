@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from sidestream.config import EngineConfig
+from sidestream.engine import sizing
 from sidestream.engine.sizing import size_kv_cache
 from sidestream.errors import ConfigError
+
+SPEC: Any = SimpleNamespace(kv_bytes_per_token=lambda itemsize: 50 * itemsize, max_position=1000)
 
 
 @pytest.mark.parametrize(
@@ -20,7 +23,22 @@ from sidestream.errors import ConfigError
     ],
 )
 def test_a_cache_of_less_than_a_page_is_refused_by_the_option_that_sets_it(options: dict[str, Any], message: str) -> None:
-    spec: Any = SimpleNamespace(kv_bytes_per_token=lambda itemsize: 50 * itemsize, max_position=1000)
     with pytest.raises(ConfigError) as refused:
-        size_kv_cache(EngineConfig(**options), spec, itemsize=2, device=torch.device("cpu"), weight_bytes=10**6)
+        size_kv_cache(EngineConfig(**options), SPEC, itemsize=2, device=torch.device("cpu"), weight_bytes=10**6)
     assert refused.value.message == message
+
+
+@pytest.mark.parametrize(("fraction", "left"), [(None, 85 - 10 - 30), (0.5, 50 - 10 - 30)])
+def test_a_gpu_keeps_room_for_the_weights(monkeypatch: pytest.MonkeyPatch, fraction: float | None, left: int) -> None:
+    """They are read after the size is chosen. Of 100 MB others use 10."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * 10**6, 100 * 10**6))
+    config = EngineConfig(mem_fraction=fraction, page_size=1)
+    size = size_kv_cache(config, SPEC, itemsize=2, device=torch.device("cuda"), weight_bytes=30 * 10**6)
+    assert size.bytes == pytest.approx(left * 10**6, abs=200)
+
+
+def test_a_share_of_the_host_holds_the_weights_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "available_memory", lambda: 100 * 10**6)
+    config = EngineConfig(mem_fraction=0.8, page_size=1)
+    size = size_kv_cache(config, SPEC, itemsize=2, device=torch.device("cpu"), weight_bytes=30 * 10**6)
+    assert size.bytes == pytest.approx(50 * 10**6, abs=200)

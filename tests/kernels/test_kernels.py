@@ -92,6 +92,22 @@ def test_matmul(native: ModuleType, isa: str, stored: str, shape: tuple[int, int
         assert torch.equal(matmul(native, isa, stored, weight, shape, x[row : row + 1]), all_rows[row : row + 1]), f"row {row}"
 
 
+@pytest.mark.parametrize("stored", ["BF16", "Q4_0", "Q4_1", "Q8_0"])
+def test_subnormal_numbers_are_the_same_in_every_tile(native: ModuleType, isa: str, stored: str) -> None:
+    """The matrix unit takes them for zero. Behind a group of them, products of usual size are rounded."""
+    shape = (64, 128)
+    weight, _ = stored_matrix(stored, *shape, generator(12))
+    for scale in (1e-37, 1e-38, 1e-39, 1e-40):
+        x = torch.randn(33, 128, generator=generator(13))
+        x[:, :32] *= scale
+        x[::2] *= scale
+        x = x.to(torch.bfloat16)
+        all_rows = matmul(native, isa, stored, weight, shape, x)
+        for rows in (1, 2, 12):
+            parts = [matmul(native, isa, stored, weight, shape, part.contiguous()) for part in x.split(rows)]
+            assert torch.equal(torch.cat(parts), all_rows), f"{rows} rows, scale {scale}"
+
+
 def test_every_stored_integer_is_read(native: ModuleType, isa: str) -> None:
     """One column at a time, so that the output is the weight itself."""
     for stored, count in (("Q8_0", 256), ("Q4_0", 16), ("Q4_1", 16)):
@@ -296,6 +312,27 @@ def test_attention(native: ModuleType, isa: str, dim: int, window: int) -> None:
         for i in {0, count // 2, count - 1}:
             one = slice(i, i + 1)
             assert torch.equal(cache.attend(native, isa, head, q[one].contiguous(), first[one].clone(), last[one].clone(), scale), got[one])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("window", [0, 20])
+def test_a_key_or_value_that_is_not_finite_shows_where_it_is_seen(native: ModuleType, isa: str, bad: float, window: int) -> None:
+    length, random = 300, generator(14, window)
+    last = torch.arange(length - 48, length, dtype=torch.int32)
+    first = (last - window + 1).clamp(min=0) if window else torch.zeros_like(last)
+    q = torch.randn(48, 32, generator=random).abs().to(torch.bfloat16)
+    # One position, and all of the first part.
+    for positions in (range(3, 4), range(280, 281), range(299, 300), range(256)):
+        cache = Cache(length, 1, 32, 16, random)
+        at = [int(cache.table[position // 16]) * 16 + position % 16 for position in positions]
+        clean = cache.attend(native, isa, 0, q, first, last, 0.2)
+        sees = (first < positions.stop) & (last >= positions.start)
+        for tensor in (cache.keys, cache.values):
+            before = tensor[at]
+            tensor[at] = bad
+            spoilt = cache.attend(native, isa, 0, q, first, last, 0.2)
+            tensor[at] = before
+            assert not spoilt[sees].isfinite().any() and torch.equal(spoilt[~sees], clean[~sees]), positions
 
 
 def test_attention_over_large_scores(native: ModuleType, isa: str) -> None:

@@ -98,7 +98,7 @@ struct AttendJob {
     const int* first;  // [queries] absolute position of the first key that a query sees
     const int* last;   // [queries] of the last one; every query sees at least one key of some split, perhaps none of this one
     float scale;
-    float* max;  // [queries] out: largest score, -inf where no key of this split is seen
+    float* max;  // [queries] out: largest score, -inf where no key of this split is seen, NaN if all seen are
     float* sum;  // [queries] out: sum of exp(score - max)
     float* out;  // [queries, padded_dim] out: sum of exp(score - max) * value
     void* scratch;  // attend_scratch_bytes(head_dim)

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <stdexcept>
+#include <numeric>
 #include <unordered_map>
 
 namespace sidestream {
@@ -108,7 +108,7 @@ void Decoder::plan(const Step& step) {
             part_offset_.push_back(-1);
         }
         if (length > 1) {
-            for (int i = 0; i < length; i += tile_rows_) tiles_.push_back({s, row + i, std::min(tile_rows_, length - i)});
+            for (int i = 0; i < length; i += tile_rows_) tiles_.push_back({row + i, std::min(tile_rows_, length - i)});
         } else if (length == 1) {
             part_offset_.back() = num_parts_;
             num_parts_ += start / SPLIT + 1;
@@ -184,95 +184,66 @@ KVView Decoder::view(const Step& step, int layer, int slot, int head) const {
     return {step.keys + at, step.values + at, stride, step.page_table + slot * step.page_stride, log2_of(step.page_size)};
 }
 
-namespace {
-
 // A thread's scratch during attention, cut up.
-struct Carve {
+struct Decoder::Carve {
     char* at;
-    template <class T> T* take(std::size_t count) {
+    template <class T> T* take(int count) {
         T* p = reinterpret_cast<T*>(at);
-        at += round_up(count * sizeof(T), 64);
+        at += round_up(static_cast<std::size_t>(count) * sizeof(T), 64);
         return p;
     }
 };
 
-}  // namespace
-
-// The query heads of one key head, each padded with zeros.
-void Decoder::copy_queries(int row, int head, bf16* to) {
-    const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(row) * spec.num_heads + head * group_size_) * spec.head_dim;
-    for (int j = 0; j < group_size_; j++, to += padded_head_, from += spec.head_dim) {
-        std::memcpy(to, from, sizeof(bf16) * spec.head_dim);
-        std::fill(to + spec.head_dim, to + padded_head_, bf16{0});
+// The query heads of one key head of some rows, each padded with zeros, and room for what becomes of them.
+AttendJob Decoder::queries_of(const Step& step, int layer, int head, const int* rows, int count, Carve& carve) {
+    const int dim = spec.head_dim, queries = count * group_size_, window = spec.windows[layer];
+    void* inner = carve.take<char>(static_cast<int>(attend_scratch_bytes(static_cast<std::size_t>(dim))));
+    bf16* q = carve.take<bf16>(queries * padded_head_);
+    int *first = carve.take<int>(queries), *last = carve.take<int>(queries);
+    float *max = carve.take<float>(queries), *sum = carve.take<float>(queries), *out = carve.take<float>(queries * padded_head_);
+    for (int i = 0; i < queries; i++) {
+        const int row = rows[i / group_size_], position = row_position_[row];
+        const bf16* from = q_.get() + (static_cast<std::ptrdiff_t>(row) * spec.num_heads + head * group_size_ + i % group_size_) * dim;
+        bf16* to = q + i * padded_head_;
+        std::memcpy(to, from, sizeof(bf16) * dim);
+        std::fill(to + dim, to + padded_head_, bf16{0});
+        first[i] = window ? std::max(0, position - window + 1) : 0;
+        last[i] = position;
     }
+    return {view(step, layer, row_slot_[rows[0]], head), 0, dim, padded_head_, queries, q, first, last, spec.attention_scale, max, sum, out, inner};
 }
 
 void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch) {
-    const int dim = spec.head_dim, queries = tile.count * group_size_, window = spec.windows[layer];
+    int rows[MAX_QUERIES];
+    std::iota(rows, rows + tile.count, tile.row);
     Carve carve{scratch};
-    void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
-    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * padded_head_);
-    int* first = carve.take<int>(queries);
-    int* last = carve.take<int>(queries);
-    float* max = carve.take<float>(queries);
-    float* sum = carve.take<float>(queries);
-    float* acc = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
-    float* part_max = carve.take<float>(queries);
-    float* part_sum = carve.take<float>(queries);
-    float* part = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
-    for (int i = 0; i < tile.count; i++) {
-        const int row = tile.row + i, position = row_position_[row];
-        copy_queries(row, head, q + static_cast<std::ptrdiff_t>(i) * group_size_ * padded_head_);
-        for (int j = 0; j < group_size_; j++) {
-            first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
-            last[i * group_size_ + j] = position;
-        }
-    }
-    std::fill(max, max + queries, -__builtin_inff());
-    std::fill(sum, sum + queries, 0.0f);
-    std::fill(acc, acc + static_cast<std::ptrdiff_t>(queries) * padded_head_, 0.0f);
-    AttendJob job{view(step, layer, row_slot_[tile.row], head), 0, dim, padded_head_, queries, q, first, last, spec.attention_scale, part_max, part_sum, part, inner};
-    for (job.split = first[0] / SPLIT; job.split <= last[queries - 1] / SPLIT; job.split++) {
+    AttendJob job = queries_of(step, layer, head, rows, tile.count, carve);
+    float *max = carve.take<float>(job.queries), *sum = carve.take<float>(job.queries), *acc = carve.take<float>(job.queries * padded_head_);
+    std::fill(max, max + job.queries, -__builtin_inff());
+    std::fill(sum, sum + job.queries, 0.0f);
+    std::fill(acc, acc + job.queries * padded_head_, 0.0f);
+    for (job.split = job.first[0] / SPLIT; job.split <= job.last[job.queries - 1] / SPLIT; job.split++) {
         kernels.attend(job);
-        for (int i = 0; i < queries; i++)
-            kernels.merge(part_max[i], part_sum[i], part + i * padded_head_, padded_head_, max + i, sum + i, acc + i * padded_head_);
+        for (int i = 0; i < job.queries; i++)
+            kernels.merge(job.max[i], job.sum[i], job.out + i * padded_head_, padded_head_, max + i, sum + i, acc + i * padded_head_);
     }
-    for (int i = 0; i < tile.count; i++)
-        for (int j = 0; j < group_size_; j++) {
-            const int n = i * group_size_ + j;
-            kernels.finish(acc + n * padded_head_, sum[n], dim,
-                           attended_.get() + static_cast<std::ptrdiff_t>(tile.row + i) * padded_attention_ + (head * group_size_ + j) * dim);
-        }
+    for (int i = 0; i < job.queries; i++)
+        kernels.finish(acc + i * padded_head_, sum[i], job.head_dim,
+                       attended_.get() + static_cast<std::ptrdiff_t>(rows[i / group_size_]) * padded_attention_ + (head * group_size_ + i % group_size_) * job.head_dim);
 }
 
 void Decoder::attend_group(const Step& step, int layer, const Group& group, int head, char* scratch) {
-    const int dim = spec.head_dim, queries = group.count * group_size_, window = spec.windows[layer];
-    Carve carve{scratch};
-    void* inner = carve.take<char>(attend_scratch_bytes(static_cast<std::size_t>(dim)));
-    bf16* q = carve.take<bf16>(static_cast<std::size_t>(queries) * padded_head_);
-    int* first = carve.take<int>(queries);
-    int* last = carve.take<int>(queries);
-    float* max = carve.take<float>(queries);
-    float* sum = carve.take<float>(queries);
-    float* part = carve.take<float>(static_cast<std::size_t>(queries) * padded_head_);
     const int* rows = group_rows_.data() + group.begin;
-    for (int i = 0; i < group.count; i++) {
-        const int position = row_position_[rows[i]];
-        copy_queries(rows[i], head, q + static_cast<std::ptrdiff_t>(i) * group_size_ * padded_head_);
-        for (int j = 0; j < group_size_; j++) {
-            first[i * group_size_ + j] = window ? std::max(0, position - window + 1) : 0;
-            last[i * group_size_ + j] = position;
-        }
+    Carve carve{scratch};
+    AttendJob job = queries_of(step, layer, head, rows, group.count, carve);
+    job.split = group.split;
+    kernels.attend(job);
+    for (int i = 0; i < job.queries; i++) {
+        const std::ptrdiff_t to = (part_offset_[rows[i / group_size_]] + group.split) * spec.num_heads + head * group_size_ + i % group_size_;
+        part_max_.get()[to] = job.max[i];
+        part_sum_.get()[to] = job.sum[i];
+        std::memcpy(parts_.get() + to * padded_head_, job.out + i * padded_head_, sizeof(float) * padded_head_);
     }
-    kernels.attend({view(step, layer, row_slot_[rows[0]], head), group.split, dim, padded_head_, queries, q, first, last, spec.attention_scale, max, sum, part, inner});
-    for (int i = 0; i < group.count; i++)
-        for (int j = 0; j < group_size_; j++) {
-            const int n = i * group_size_ + j;
-            const std::ptrdiff_t to = (part_offset_[rows[i]] + group.split) * spec.num_heads + head * group_size_ + j;
-            part_max_.get()[to] = max[n];
-            part_sum_.get()[to] = sum[n];
-            std::memcpy(parts_.get() + to * padded_head_, part + n * padded_head_, sizeof(float) * padded_head_);
-        }
 }
 
 void Decoder::merge_row(int row) {
@@ -308,7 +279,7 @@ void Decoder::attention(const Step& step, int layer, char* scratch) {
 }
 
 // Rows that somebody wants of this layer. normed: the last layer, whose rows are the input of the head.
-void Decoder::write_taps(const Step& step, int layer, bool normed) {
+void Decoder::write_taps(const Step& step, int layer, bool normed, char* scratch) {
     for (const Tap& tap : step.taps) {
         const int width = static_cast<int>(tap.layers.size());
         if (std::find(tap.layers.begin(), tap.layers.end(), layer) == tap.layers.end()) continue;
@@ -317,11 +288,10 @@ void Decoder::write_taps(const Step& step, int layer, bool normed) {
         for (int i = 0; i < tap.num_rows; i++) {
             const std::ptrdiff_t row = tap.rows[i];
             const float* from = x_.get() + row * padded_hidden_;
-            std::vector<float> wide;
             if (normed) {
-                wide.resize(static_cast<std::size_t>(spec.hidden_size));
-                kernels.widen(normed_.get() + row * padded_hidden_, spec.hidden_size, wide.data());
-                from = wide.data();
+                float* wide = reinterpret_cast<float*>(scratch);
+                kernels.widen(normed_.get() + row * padded_hidden_, spec.hidden_size, wide);
+                from = wide;
             }
             for (int j = 0; j < width; j++)
                 if (tap.layers[j] == layer)
@@ -395,7 +365,7 @@ void Decoder::forward(const Step& step, int threads) {
             kernels.embed(embedding.parts[0], token >= 0 && token < spec.vocab_size ? token : 0, spec.embedding_scale,
                           x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_);
         }
-        write_taps(step, 0, false);
+        write_taps(step, 0, false, scratch);
         for (int i = 0; i < spec.num_layers; i++) {
             const Layer& layer = layers[static_cast<std::size_t>(i)];
             norm_rows(layer.attn_norm);
@@ -418,10 +388,10 @@ void Decoder::forward(const Step& step, int threads) {
             norm_rows(layer.mlp_norm);
             linear(layer.gate_up, gate_up, scratch);
             linear(layer.down, down, scratch);
-            if (i + 1 < spec.num_layers) write_taps(step, i + 1, false);
+            if (i + 1 < spec.num_layers) write_taps(step, i + 1, false, scratch);
         }
         norm_rows(final_norm);
-        write_taps(step, spec.num_layers, true);
+        write_taps(step, spec.num_layers, true, scratch);
 #pragma omp for schedule(dynamic, 16)
         for (int r = 0; r < tokens; r++)
             std::memcpy(step.hidden + static_cast<std::ptrdiff_t>(r) * spec.hidden_size, normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_,

@@ -100,22 +100,24 @@ public:
 
 private:
     struct Tile {   // rows of one span, over all splits
-        int span, row, count;
+        int row, count;
     };
     struct Group {  // single rows that share the pages of one split
         int split, begin, count;  // into group_rows_
     };
+
+    struct Carve;
 
     void plan(const Step& step);
     void reserve(int tokens, int logit_rows, int threads);
     void prepare(const bf16* x, int width, std::ptrdiff_t row);
     void linear(const Linear& w, const MatmulJob& job, void* scratch) const;
     void attention(const Step& step, int layer, char* scratch);
+    AttendJob queries_of(const Step& step, int layer, int head, const int* rows, int count, Carve& carve);
     void attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch);
     void attend_group(const Step& step, int layer, const Group& group, int head, char* scratch);
-    void copy_queries(int row, int head, bf16* to);
     void merge_row(int row);
-    void write_taps(const Step& step, int layer, bool normed);
+    void write_taps(const Step& step, int layer, bool normed, char* scratch);
     KVView view(const Step& step, int layer, int slot, int head) const;
 
     int padded_hidden_, padded_attention_, padded_intermediate_, padded_head_, query_width_, kv_width_, group_size_, tile_rows_;

@@ -19,10 +19,10 @@ float integer_weight(const Matrix& w, int row, int column);
 
 // ---------------------------------------------------------------- elementary functions
 
-// Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf.
+// Relative error below 2e-7; exactly 1 at 0, exactly 0 below -87 and at -inf, NaN at NaN.
 inline F exponential(F x) {
     const F low = set1(-87.0f), high = set1(88.0f);
-    const F v = min(max(x, low), high);
+    const F v = min(high, max(low, x));  // in this order a NaN stays
     const F n = round(mul(v, set1(1.44269504088896341f)));
     F r = fma(n, set1(-0.693359375f), v);
     r = fma(n, set1(2.12194440e-4f), r);
@@ -36,10 +36,10 @@ inline F exponential(F x) {
     return inside(x, low, set1(__builtin_inff()), scale_by_power(p, n), zero());
 }
 
-// 2^x for x <= 0, to a relative 5e-5: finer than the bfloat16 it becomes. Exactly 1 at 0, exactly 0 below -125 and at -inf.
+// 2^x for x <= 0, to a relative 5e-5: finer than the bfloat16 it becomes. Exactly 1 at 0, exactly 0 below -125 and at -inf, NaN at NaN.
 inline F coarse_power(F x) {
     const F low = set1(-125.0f);
-    const F v = max(x, low), n = round(v), f = sub(v, n);
+    const F v = max(low, x), n = round(v), f = sub(v, n);  // in this order a NaN stays
     F p = fma(set1(0.009618129f), f, set1(0.055504109f));
     p = fma(p, f, set1(0.240226507f));
     p = fma(p, f, set1(0.693147181f));
@@ -448,17 +448,17 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
     }
 }
 
-// Values base + [begin, end), begin even -> a panel for every 32 dims, as weights [32 dims, SPLIT keys]; what is beyond is zero as above.
+// Values base + [begin, end) -> a panel for every 32 dims, as weights [32 dims, SPLIT keys]; what is beyond is zero as above.
 inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
     static const bf16 zeros[INTERLEAVE] = {};
     const int full = (int)round_up((std::size_t)end, PANEL);
     std::ptrdiff_t at[16];
     int count = 0;
-    for (int t = begin; t < full; t += 2) {
+    for (int t = begin / PANEL * PANEL; t < full; t += 2) {
         const int i = t % 16;
         if (i == 0) count = t < end ? elements_of(kv, base + t, end - t, at) : 0;
-        const bf16* a = i < count ? kv.values + at[i] : nullptr;
-        const bf16* b = i + 1 < count ? kv.values + at[i + 1] : nullptr;
+        const bf16* a = t >= begin && i < count ? kv.values + at[i] : nullptr;
+        const bf16* b = t + 1 >= begin && i + 1 < count ? kv.values + at[i + 1] : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
             bf16* to = out + (std::ptrdiff_t)(d / PANEL) * (SPLIT * PANEL) + t / GROUP * (GROUP * PANEL) + d % PANEL / 16 * (GROUP * 16) + t % GROUP / 2 * 32 + d % 16 * 2;
             if (d + INTERLEAVE <= head_dim) {
@@ -497,7 +497,8 @@ void attend(const AttendJob& job) {
         if (a < low) low = a;
         if (b > high) high = b;
     }
-    low = low < 0 ? 0 : low / PANEL * PANEL;
+    const int begin = low < 0 ? 0 : low;
+    low = begin / PANEL * PANEL;
     const int end = high + 1 < SPLIT ? high + 1 : SPLIT;
     if (end <= low) {
         for (int i = 0; i < job.queries; i++) job.max[i] = -__builtin_inff(), job.sum[i] = 0.0f;
@@ -508,7 +509,7 @@ void attend(const AttendJob& job) {
     float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
     bf16* weights = (bf16*)(scores + (std::ptrdiff_t)MAX_QUERIES * SPLIT);
     pack_keys(job.kv, base, low, end, dim, padded, keys);
-    pack_values(job.kv, base, low, end, dim, padded, values);
+    pack_values(job.kv, base, begin, end, dim, padded, values);
     const int full = (int)round_up((std::size_t)end, PANEL);
     for (int t = low; t < full; t += PANEL)
         products(tiles, job.q, padded, job.queries, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), scores + t, SPLIT);
@@ -528,9 +529,10 @@ void attend(const AttendJob& job) {
         }
         const float m = reduce_max(most);
         job.max[i] = m * job.scale;
-        if (m == -__builtin_inff()) {  // sees nothing of this split
+        if (m == -__builtin_inff()) {  // sees nothing of this split, or nothing but NaN
             for (int t = low; t < full; t++) probabilities[t] = 0;
             job.sum[i] = 0.0f;
+            if (any_nan(row + low, full - low)) job.max[i] = job.sum[i] = __builtin_nanf("");
             continue;
         }
         const F scale = set1(job.scale * 1.44269504088896341f), shift = set1(m);

@@ -1,7 +1,8 @@
 // Tiles of the matrix unit (AMX): 16 rows of x times 32 values of k times 16 outputs an instruction. Included by kernels_impl.h.
 //
-// The unit sums the even and the odd k of 32 apart and adds both to the product, each step rounded as a float32 fused multiply-add. Where
-// vectors are faster (few rows of quantised weights, which it could not read as they are) they do the very same.
+// The unit sums the even and the odd k of 32 apart and adds both to the product, each step rounded as a float32 fused multiply-add, and
+// takes numbers below the smallest normal one for zero. Where vectors are faster (few rows of quantised weights, which it could not read as
+// they are) they do the very same.
 
 constexpr int ROW_BLOCK = 128;   // rows whose products wait for the epilogue
 constexpr int BLOCK_PANELS = 2;  // panels likewise
@@ -15,6 +16,22 @@ struct alignas(64) TileConfig {
     std::uint8_t palette = 1, start_row = 0, reserved[14] = {};
     std::uint16_t row_bytes[16] = {};
     std::uint8_t rows[16] = {};
+};
+
+// Vectors, too, take and give zero for subnormal numbers, as the unit does, as long as this lives.
+class FlushSubnormals {
+public:
+    FlushSubnormals() : before_(_mm_getcsr()) { set(before_ | 0x8040); }  // FTZ, DAZ
+    FlushSubnormals(const FlushSubnormals&) = delete;
+    ~FlushSubnormals() { set(before_); }
+
+private:
+    static void set(unsigned state) {
+        asm volatile("" ::: "memory");  // what was loaded before is stored before
+        _mm_setcsr(state);
+        asm volatile("" ::: "memory");
+    }
+    unsigned before_;
 };
 
 inline void split(Pairs both, F& even, F& odd) {
@@ -170,6 +187,7 @@ public:
     template <class Source>
     void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
                  const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        const FlushSubnormals flush;
         if (m <= VECTOR_ROWS) return rows_of_vectors<VECTOR_ROWS>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
         alignas(64) float products[CHUNK][32 * PANEL];
         alignas(64) bf16 weights[2][CHUNK][GROUP * PANEL];

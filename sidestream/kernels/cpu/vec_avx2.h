@@ -39,9 +39,9 @@ inline F scale_by_power(F v, F n) {
 }
 inline F iota(float first) { return add(set1(first), _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7)); }
 inline F inside(F at, F low, F high, F v, F other) {
-    return _mm256_blendv_ps(other, v, _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_GE_OQ), _mm256_cmp_ps(at, high, _CMP_LE_OQ)));
+    return _mm256_blendv_ps(other, v, _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLT_UQ), _mm256_cmp_ps(at, high, _CMP_NGT_UQ)));
 }
-inline F above(F at, F low, F v) { return _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_GT_OQ), v); }
+inline F above(F at, F low, F v) { return _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLE_UQ), v); }
 inline bool any_greater(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 inline float reduce_add(F v) {

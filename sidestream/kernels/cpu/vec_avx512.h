@@ -40,13 +40,13 @@ inline F scale_by_power(F v, F n) { return _mm512_scalef_ps(v, n); }  // v * 2^n
 inline F iota(float first) {
     return add(set1(first), _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
 }
-// v where low <= at <= high, else other
+// v where low <= at <= high or at is NaN, else other
 inline F inside(F at, F low, F high, F v, F other) {
-    const __mmask16 m = _mm512_cmp_ps_mask(at, low, _CMP_GE_OQ) & _mm512_cmp_ps_mask(at, high, _CMP_LE_OQ);
+    const __mmask16 m = _mm512_cmp_ps_mask(at, low, _CMP_NLT_UQ) & _mm512_cmp_ps_mask(at, high, _CMP_NGT_UQ);
     return _mm512_mask_blend_ps(m, other, v);
 }
-// v where at > low, else 0
-inline F above(F at, F low, F v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at, low, _CMP_GT_OQ), v); }
+// v where at > low, or is NaN, else 0
+inline F above(F at, F low, F v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at, low, _CMP_NLE_UQ), v); }
 inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 inline float reduce_add(F v) { return _mm512_reduce_add_ps(v); }

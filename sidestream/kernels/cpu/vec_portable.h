@@ -50,8 +50,8 @@ inline F scale_by_power(F v, F n) {
     return v * as<F>((half + 127) << 23) * as<F>((rest + 127) << 23);
 }
 inline F iota(float first) { return F{first, first + 1, first + 2, first + 3}; }
-inline F inside(F at, F low, F high, F v, F other) { return select((at >= low) & (at <= high), v, other); }
-inline F above(F at, F low, F v) { return select(at > low, v, zero()); }
+inline F inside(F at, F low, F high, F v, F other) { return select((at < low) | (at > high), other, v); }
+inline F above(F at, F low, F v) { return select(at <= low, zero(), v); }
 inline bool any_greater(F a, F b) {
     const I m = a > b;
     return (m[0] | m[1] | m[2] | m[3]) != 0;
