@@ -63,7 +63,8 @@ def _memory_budget(config: EngineConfig, device: torch.device, weight_bytes: int
         free, total = torch.cuda.mem_get_info(device)
         fraction = config.mem_fraction or DEFAULT_CUDA_FRACTION
         # What is not free now is other processes'.
-        return max(0, int(free - total * (1 - fraction)) - weight_bytes), f"{fraction:.0%} of {total / GIB:.1f} GiB less weights and what is used"
+        budget = max(0, int(free - total * (1 - fraction)) - weight_bytes)
+        return budget, f"{fraction:.0%} of {total / GIB:.1f} GiB less weights and what is used"
     available = available_memory()
     if config.mem_fraction is not None:
         budget = int(available * config.mem_fraction) - weight_bytes

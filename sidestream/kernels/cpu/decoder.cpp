@@ -82,7 +82,8 @@ void Decoder::reserve(int tokens, int logit_rows, int threads) {
     attended_.reserve(m * padded_attention_);
     act_.reserve(m * padded_intermediate_);
     head_rows_.reserve(static_cast<std::size_t>(logit_rows) * padded_hidden_);
-    const std::size_t parts = static_cast<std::size_t>(num_parts_) * spec.num_heads;
+    // In steps: with many requests some row enters a new split at almost every step.
+    const std::size_t parts = round_up(static_cast<std::size_t>(num_parts_), 64) * spec.num_heads;
     parts_.reserve(parts * padded_head_);
     part_max_.reserve(parts);
     part_sum_.reserve(parts);
