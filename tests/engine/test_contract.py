@@ -177,14 +177,14 @@ def test_rows_are_converted_to_the_dtype_asked_for(open_engine: Opener, compute:
                 hidden_states_dtype=["model", "float32", "float16", "bfloat16"],
                 hidden_states_layers=[2, -1],
             )
-            model, *others = (output.hidden_states.data for output in outputs)
-            assert model.dtype == getattr(torch, compute)
-            for data, dtype in zip(others, (torch.float32, torch.float16, torch.bfloat16), strict=True):
+            model, wide, *others = (output.hidden_states.data for output in outputs)
+            assert model.dtype == getattr(torch, compute) and wide.dtype == torch.float32
+            for data, dtype in zip((model, *others), (model.dtype, torch.float16, torch.bfloat16), strict=True):
                 assert data.dtype == dtype
                 if compute == "float32":
-                    torch.testing.assert_close(data.float(), model, atol=1e-4, rtol={torch.bfloat16: 2**-7}.get(dtype, 2**-10))
+                    torch.testing.assert_close(data.float(), wide, atol=1e-4, rtol={torch.bfloat16: 2**-7}.get(dtype, 2**-10))
                 else:
-                    assert torch.equal(data, model.to(dtype)), dtype  # from the very same bfloat16 row
+                    assert torch.equal(data, wide.to(dtype)), dtype  # from the very same row: native rows are float32 inside a forward
             itemsizes = [model.element_size(), 4, 2, 2]
             assert [output.copied_bytes["hidden"] for output in outputs] == [len(model) * 2 * HIDDEN * size for size in itemsizes]
 
