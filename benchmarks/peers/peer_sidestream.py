@@ -1,4 +1,4 @@
-"""Ours. Engine options can be set with SIDESTREAM_* variables."""
+"""Ours; w4a8 and w8a8 are integer compute on the default file. Engine options can be set with SIDESTREAM_* variables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from pathlib import Path
 from install import FORMATS, gguf_file
 from protocol import main
 
+INTEGER = ("w4a8", "w8a8")
+
 
 class Sidestream:
     def __init__(self, work: Path, format: str, threads: int) -> None:
         from sidestream import Engine, __version__
 
         self.version = __version__
-        self.engine = Engine(str(gguf_file(work, format)), dtype="bfloat16", device="cpu", threads=threads, log_level="info")
+        model, quantization = (gguf_file(work, "q4_1"), format) if format in INTEGER else (gguf_file(work, format), "auto")
+        self.engine = Engine(str(model), dtype="bfloat16", device="cpu", threads=threads, quantization=quantization, log_level="info")
 
     def generate(self, prompts: list[list[int]], new: int) -> Sequence[Sequence[int]]:
         from sidestream import SamplingParams
@@ -29,4 +32,4 @@ class Sidestream:
 
 
 if __name__ == "__main__":
-    main("sidestream", FORMATS, Sidestream)
+    main("sidestream", FORMATS + INTEGER, Sidestream)

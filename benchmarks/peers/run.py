@@ -40,8 +40,13 @@ ROWS = (
     Row("single", "q8_0", "llamacpp", "q8_0", 1.4),
     Row("single", "q4_1", "llamacpp", "q4_1", 2.3),
     Row("single", "q4_1", "llamacpp", "q4_0", 1.4),
+    Row("single", "w4a8", "llamacpp", "q4_0", 1.7),
     Row("prefill", "q4_1", "openvino", "int8", 1.1),
+    Row("prefill", "bf16", "openvino", "int8", 1.1),
+    Row("prefill", "w4a8", "openvino", "int8", 1.6),
     Row("batch", "q4_1", "openvino", "fp16", 1.25),
+    Row("batch", "bf16", "openvino", "fp16", 1.25),
+    Row("batch", "w4a8", "openvino", "fp16", 2.0),
     Row("shared", "q4_1", "vllm", "bf16", 1 / 0.65),
 )
 
