@@ -29,6 +29,7 @@ from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import CpuEvent, Event, Launched, Streams
 from sidestream.messages import Finish, Outbound, StepOutputs, Submit
+from sidestream.models.interpreter import Spans
 from sidestream.models.loader import load_model
 from sidestream.models.spec import DecoderSpec
 from sidestream.params import OutputParams, OutputPlan
@@ -87,7 +88,7 @@ class NullRunner(Runner):
         self._hidden = torch.zeros(rows, 1, spec.hidden_size, dtype=torch.bfloat16)
 
     def _run_batch(self, batch: Batch, masks: Masks | None) -> GenerationBatchResult:
-        batch.token_rows()
+        Spans(batch.slots, batch.starts, batch.lengths)
         batch.sampled_rows()
         taps = batch.outputs.taps
         copied = tuple(self._hidden[: len(group.rows)] for group in taps.copied) if taps else ()
