@@ -72,7 +72,7 @@ def test_a_driver_prints_one_json_line(drivers):
     for numbers in works.values():
         assert numbers["tokens_per_second"] == pytest.approx(1024 / numbers["seconds"])
     assert "noise on standard output" in done.stderr
-    assert done.stderr.endswith("closed\n")
+    assert "closed\n" in done.stderr
 
 
 LLAMA_SERVER = """#!{python}

@@ -8,6 +8,7 @@ inline std::ptrdiff_t element_of(const KVView& kv, int position) {
 // Where up to 16 positions from a multiple of 16 are. Returns how many of `count` that is.
 inline int elements_of(const KVView& kv, int position, int count, std::ptrdiff_t* at) {
     if (count > 16) count = 16;
+    if (count <= 0) return 0;
     if (kv.page_shift >= 4) {  // in one page
         at[0] = element_of(kv, position);
         for (int i = 1; i < count; i++) at[i] = at[i - 1] + kv.stride;
