@@ -22,7 +22,7 @@ from sidestream.engine.radix import RadixCache
 from sidestream.engine.request import Constraint, StopMatcher
 from sidestream.engine.runner import Runner
 from sidestream.engine.scheduler import Scheduler
-from sidestream.engine.sizing import KVSize, size_kv_cache
+from sidestream.engine.sizing import KVSize, longest_context, size_kv_cache
 from sidestream.engine.streams import Streams, open_streams
 from sidestream.errors import ConfigError
 from sidestream.kernels import cpu
@@ -104,16 +104,13 @@ def _build(
     started = time.perf_counter()
     model = load_model(config.model, dtype=dtype, device=device)
     spec = model.spec
-    weight_bytes = model.weights.nbytes
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        weight_bytes = min(weight_bytes, model.file_bytes)  # the native interpreter keeps quantised matrices as the file does
-    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=weight_bytes)
+    decoder = build_interpreter(model, dtype, device, context=longest_context(config, spec), quantization=config.quantization)
+    size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=decoder.weight_bytes)
     _log_model(model, dtype, size, config, time.perf_counter() - started)
     tokenizer = _tokenizer(model, config)
     running = config.max_running_requests or DEFAULT_RUNNING
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
 
-    decoder = build_interpreter(model, dtype, device, context=size.context, quantization=config.quantization)
     memory = DeviceMemory(
         spec, num_pages=size.num_pages, page_size=size.page_size, slots=running, context=size.context, dtype=dtype, device=device
     )
@@ -168,8 +165,7 @@ def _build(
 def build_interpreter(
     model: LoadedModel, dtype: torch.dtype, device: torch.device, *, context: int, quantization: str = "auto"
 ) -> Interpreter:
-    """The native interpreter where it can run the model, else PyTorch's. Raises ConfigError if quantization needs the native one."""
-    _check_quantization(quantization, dtype, device)
+    """The native interpreter where it can run the model, else PyTorch's. Raises ConfigError if integer compute needs the native one."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         from sidestream.kernels.cpu.decoder import NativeDecoder, why_not
 
@@ -225,8 +221,6 @@ def pick_dtype(name: str, device: torch.device, *, integer: bool = False) -> tor
         return getattr(torch, name)  # type: ignore[no-any-return]
     if integer or device.type == "cuda" or torch.cpu._is_avx512_bf16_supported():
         return torch.bfloat16
-    from sidestream.kernels import cpu
-
     # They widen what they read, and a weight of half the size is read in half the time.
     return torch.bfloat16 if cpu.native() is not None and cpu.isa() != "portable" else torch.float32
 
@@ -272,9 +266,9 @@ def _log_model(model: LoadedModel, dtype: torch.dtype, size: KVSize, config: Eng
         seconds,
     )
     log.info("kv      %s, radix cache %s", size, "off" if config.disable_radix_cache else "on")
-    if size.context < (config.context_length or spec.max_position):
+    if size.context < longest_context(config, spec):
         log.warning(
             "context shrunk from %s to %s tokens: the KV cache holds no more; give it more with --kv-memory or --kv-tokens",
-            f"{config.context_length or spec.max_position:,}",
+            f"{longest_context(config, spec):,}",
             f"{size.context:,}",
         )

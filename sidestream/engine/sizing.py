@@ -31,12 +31,16 @@ class KVSize:
         return f"{size} = {tokens / self.context:.1f} requests of {self.context:,}"
 
 
-def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int) -> KVSize:
-    """weight_bytes: of weights that are not in memory yet. Raises ConfigError, with the arithmetic, when not even one page fits."""
-    per_token = spec.kv_bytes_per_token(itemsize)
+def longest_context(config: EngineConfig, spec: DecoderSpec) -> int:
+    """Positions of the longest request that is wanted. Raises ConfigError beyond what the model was made for."""
     if config.context_length is not None and config.context_length > spec.max_position:
         raise ConfigError(f"context_length: got {config.context_length}, must be at most {spec.max_position} (what the model was made for)")
-    wanted = config.context_length or spec.max_position
+    return config.context_length or spec.max_position
+
+
+def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int) -> KVSize:
+    """weight_bytes: of the weights, which are in memory. Raises ConfigError, with the arithmetic, when not even one page fits."""
+    per_token, wanted = spec.kv_bytes_per_token(itemsize), longest_context(config, spec)
     if config.kv_tokens is not None:
         tokens, reason = config.kv_tokens, "kv_tokens"
     elif config.kv_memory is not None:
@@ -62,12 +66,11 @@ def _memory_budget(config: EngineConfig, device: torch.device, weight_bytes: int
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         fraction = config.mem_fraction or DEFAULT_CUDA_FRACTION
-        # What is not free now is other processes'.
-        budget = max(0, int(free - total * (1 - fraction)) - weight_bytes)
-        return budget, f"{fraction:.0%} of {total / GIB:.1f} GiB less weights and what is used"
+        # The weights are loaded already: what is not free now is theirs and other processes'.
+        return max(0, int(free - total * (1 - fraction))), f"{fraction:.0%} of {total / GIB:.1f} GiB less what is used"
     available = available_memory()
     if config.mem_fraction is not None:
-        budget = int(available * config.mem_fraction) - weight_bytes
+        budget = int((available + weight_bytes) * config.mem_fraction) - weight_bytes
         return max(0, budget), f"{config.mem_fraction:.0%} of {available / GIB:.1f} GiB less weights"
     return int(available * DEFAULT_CPU_FRACTION), f"of {available / GIB:.1f} GiB available"
 

@@ -85,6 +85,10 @@ class Decoder:
         cos, sin = rope_table(spec.rope, context)
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)  # [context, rotary/2] float32
 
+    @property
+    def weight_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights.values())
+
     def forward(self, spans: Spans, memory: Memory, taps: Sequence[Tap] = (), logit_rows: Ints | None = None) -> Forwarded:
         """See `Interpreter`."""
         spec, w = self.spec, self.weights

@@ -49,11 +49,15 @@ class Forwarded(NamedTuple):
 
 
 class Interpreter(Protocol):
-    """Weights of one model and the forward over them. Everything runs on the compute stream."""
+    """Weights of one model and the forward over them. Everything runs on the compute stream, one call at a time."""
 
     spec: DecoderSpec
     dtype: torch.dtype  # of keys, values and hidden rows
     device: torch.device
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the weights take in memory."""
 
     def forward(self, spans: Spans, memory: Memory, taps: Sequence[Tap] = (), logit_rows: Ints | None = None) -> Forwarded:
         """One step: writes keys and values into the memory's pages, and the taps. logit_rows: tokens whose logits are wanted."""

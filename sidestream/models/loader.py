@@ -120,6 +120,9 @@ class Weights(Mapping[str, Tensor]):
         self._source.read_into(self._stored[name], out, interleaved_heads=self._heads(name))
         return out
 
+    def __contains__(self, name: object) -> bool:  # without reading it
+        return name in self._shapes
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
 
@@ -128,11 +131,6 @@ class Weights(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all weights in the dtype they are read as."""
-        return self._spec.num_parameters * self._dtype.itemsize
 
     def quantized(self, name: str) -> QuantizedWeight | None:
         """The matrix as the file stores it, without a copy where its rows are in order; None for a weight that is not quantised."""

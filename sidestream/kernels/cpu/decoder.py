@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 1024
 MAX_GROUP = 48  # query heads that share a key head
 
 # The enumerations of common.h and pack.h.
-STORED = {"BF16": 0, "F32": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 4}
+STORED = {"BF16": 0, "Q4_0": 1, "Q4_1": 2, "Q8_0": 3}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 PACKINGS = {"auto": 0, "w8a8": 1, "w4a8": 2}
 ROW_TYPES = {torch.bfloat16: 0, torch.float32: 1, torch.float16: 2}
