@@ -13,13 +13,13 @@ from sidestream import Engine, SamplingParams
 from sidestream.assemble import pick_dtype
 from sidestream.errors import ConfigError
 from sidestream.kernels import cpu
+from sidestream.kernels.cpu.decoder import STORED
 from sidestream.models.quants import SUPPORTED, dequantize_into
 
 native = cpu.native()
 pytestmark = pytest.mark.skipif(native is None, reason="the native extension is not built")
 ISAS = native.supported() if native else []
 
-STORED = {"BF16": 0, "F32": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 4}
 KINDS = {kind.name: kind for kind in SUPPORTED.values()}
 INT8, INT4 = 1, 2
 
@@ -31,8 +31,8 @@ def padded(n: int) -> int:
 def stored_matrix(kind: str, outputs: int, cols: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A random matrix as a file stores it, and its values in float32. Blocks hold every integer their type can."""
     rng = np.random.default_rng(seed)
-    if kind in ("BF16", "F32"):
-        rows = torch.from_numpy(rng.standard_normal((outputs, cols), np.float32)).to(KINDS[kind].dtype)
+    if kind == "BF16":
+        rows = torch.from_numpy(rng.standard_normal((outputs, cols), np.float32)).bfloat16()
         return rows, rows.float()
     blocks = rng.integers(0, 256, (outputs * cols // 32, KINDS[kind].size), np.uint8)
     scales = 4 if kind == "Q4_1" else 2
@@ -62,14 +62,14 @@ def quantized(x: torch.Tensor, isa: str = "portable") -> tuple[torch.Tensor, ...
 def product(isa: str, packing: int, kind: str, weight: torch.Tensor, outputs: int, cols: int, x: torch.Tensor) -> torch.Tensor:
     out = torch.full((len(x), outputs), torch.nan)
     x = x.contiguous()
-    native.integer_matmul(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, x.data_ptr(), len(x), out.data_ptr())
+    native.matmul(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, x.data_ptr(), len(x), out.data_ptr())
     return out
 
 
 def packed_values(packing: int, kind: str, weight: torch.Tensor, outputs: int, cols: int, isa: str = "portable") -> torch.Tensor:
     """The matrix that is computed with, in float32: [outputs, cols to 32]."""
     rows = torch.empty(outputs, padded(cols))
-    native.integer_embed(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, rows.data_ptr())
+    native.embed(isa, packing, STORED[kind], weight.data_ptr(), outputs, cols, rows.data_ptr())
     return rows
 
 
@@ -109,7 +109,7 @@ def test_blocks_are_kept(kind, packing, computed, isa):
     assert torch.equal(packed_values(packing, kind, weight, 37, 96, isa), values)
 
 
-@pytest.mark.parametrize("kind", ["BF16", "F32", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", ["BF16", "Q4_0", "Q4_1"])
 def test_what_becomes_8_bits_loses_half_a_step_at_most(kind):
     weight, values = stored_matrix(kind, 37, 96)
     got = packed_values(INT8, kind, weight, 37, 96).view(37, 3, 32)
@@ -118,7 +118,7 @@ def test_what_becomes_8_bits_loses_half_a_step_at_most(kind):
     assert ((got - groups).abs() <= step * (0.5 + 127 * 2**-11)).all()  # the scale is a half
 
 
-@pytest.mark.parametrize("kind", ["BF16", "F32", "Q8_0"])
+@pytest.mark.parametrize("kind", ["BF16", "Q8_0"])
 def test_what_becomes_4_bits_loses_less_than_by_extremes(kind):
     weight, values = stored_matrix(kind, 64, 1024)
     got = packed_values(INT4, kind, weight, 64, 1024)
@@ -133,18 +133,18 @@ def test_what_becomes_4_bits_loses_less_than_by_extremes(kind):
 
 
 def test_a_constant_group_is_kept_in_4_bits():
-    weight = torch.full((32, 64), 0.375)
+    weight = torch.full((32, 64), 0.375, dtype=torch.bfloat16)
     weight[:, 32:] = 0
-    assert torch.equal(packed_values(INT4, "F32", weight, 32, 64), weight)
+    assert torch.equal(packed_values(INT4, "BF16", weight, 32, 64), weight.float())
 
 
 SHAPES = [(1, 32, 1), (2, 64, 33), (5, 96, 32), (7, 576, 70), (13, 1536, 40), (33, 160, 97)]  # rows, cols, outputs
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "BF16", "F32"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "BF16"])
 @pytest.mark.parametrize("packing", [INT8, INT4])
 def test_products_are_those_of_the_rounded_operands(isa, kind, packing):
-    shapes = SHAPES + ([(3, 50, 20)] if kind in ("BF16", "F32") else [])  # files may have such widths
+    shapes = SHAPES + ([(3, 50, 20)] if kind == "BF16" else [])  # files may have such widths
     for rows, cols, outputs in shapes:
         weight, _ = stored_matrix(kind, outputs, cols)
         x = activations(rows, cols)

@@ -73,15 +73,6 @@ inline void pack_values(const KVView& kv, int base, int begin, int end, int head
     }
 }
 
-// cols: a multiple of 32.
-inline void products(Tiles& tiles, const bf16* x, std::ptrdiff_t ldx, int rows, int cols, const bf16* panel, float* out, std::ptrdiff_t ldo) {
-    for (int i = 0; i < rows;) {
-        const int m = piece_of(rows - i, MAX_ROWS);
-        tiles.plain(m, 1, x + i * ldx, ldx, cols, panel, 0, out + i * ldo, ldo);
-        i += m;
-    }
-}
-
 inline bool any_nan(const float* x, int n) {
     int found = 0;
     for (int i = 0; i < n; i++) found |= x[i] != x[i];
@@ -89,7 +80,7 @@ inline bool any_nan(const float* x, int n) {
 }
 
 void attend(const AttendJob& job) {
-    Tiles tiles;
+    Tiles tiles(nullptr);
     const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
     int low = SPLIT, high = -1;
     for (int i = 0; i < job.queries; i++) {
@@ -112,7 +103,7 @@ void attend(const AttendJob& job) {
     pack_values(job.kv, base, begin, end, dim, padded, values);
     const int full = (int)round_up((std::size_t)end, PANEL);
     for (int t = low; t < full; t += PANEL)
-        products(tiles, job.q, padded, job.queries, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), scores + t, SPLIT);
+        tiles.plain(job.queries, 1, {job.q, nullptr, padded}, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), 0, scores + t, SPLIT);
     for (int i = 0; i < job.queries; i++) {
         const int a = job.first[i] - base, b = job.last[i] - base;
         const F first = set1((float)a), last = set1((float)b), nothing = set1(-__builtin_inff());
@@ -144,8 +135,7 @@ void attend(const AttendJob& job) {
         job.sum[i] = reduce_add(total);
     }
     for (int d = 0; d < padded; d += PANEL)
-        products(tiles, weights + low, SPLIT, job.queries, full - low,
-                 values + (std::ptrdiff_t)d * SPLIT + low * PANEL, job.out + d, padded);
+        tiles.plain(job.queries, 1, {weights + low, nullptr, SPLIT}, full - low, values + (std::ptrdiff_t)d * SPLIT + low * PANEL, 0, job.out + d, padded);
     // 0 * NaN is NaN: a value that is not finite spoils the queries that do not see it. Each is then computed by itself.
     if (job.queries > 1 && any_nan(job.out, job.queries * padded))
         for (int i = 0; i < job.queries; i++) {

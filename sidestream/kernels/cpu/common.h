@@ -1,6 +1,9 @@
 // What the translation units of the native backend share: number formats, packed weights, and the table of kernels that one
-// instruction set provides. No code here: this header is included by files that are compiled for different instruction sets.
+// instruction set provides. This header is included by files that are compiled for different instruction sets: its few functions are inlined
+// always, or the linker could take one that uses instructions the processor lacks.
 #pragma once
+
+#define SIDESTREAM_INLINE __attribute__((always_inline)) inline
 
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +28,7 @@ constexpr int MAX_QUERIES = 48;  // query vectors that one attention tile takes 
 // BF16, Q4 and Q8 are multiplied with bf16 activations, I4 and I8 hold what Q4 and Q8 hold, for 8-bit activations.
 enum class Format : int { BF16 = 0, Q4 = 1, Q8 = 2, I4 = 3, I8 = 4 };
 
-constexpr bool is_integer(Format format) { return format == Format::I4 || format == Format::I8; }
+constexpr SIDESTREAM_INLINE bool is_integer(Format format) { return format == Format::I4 || format == Format::I8; }
 
 struct Matrix {
     Format format = Format::BF16;
@@ -37,6 +40,14 @@ struct Matrix {
     const f16* scales = nullptr;
 };
 
+// Rows of activations.
+struct Rows {
+    const bf16* x = nullptr;      // [rows, ld], zero beyond the model's own width
+    const float* sums = nullptr;  // [rows, ld / 32] sums of each 32 x; used by Q4
+    std::ptrdiff_t ld = 0;        // a multiple of 32
+    SIDESTREAM_INLINE Rows from(std::ptrdiff_t row) const { return {x + row * ld, sums ? sums + row * (ld / GROUP) : nullptr, ld}; }
+};
+
 // Rows of activations rounded to 8 bits, x = scale * value, with a scale for each 32 of them.
 struct Int8Rows {
     std::int8_t* values = nullptr;  // [rows, ld] from -127 to 127
@@ -44,7 +55,7 @@ struct Int8Rows {
     float* sums = nullptr;          // likewise: scale * sum of the values, which minima of weights are multiplied by
     std::int32_t* offsets = nullptr;  // likewise: -8 * sum of the values, where a dot product with weights stored as 8 + q starts
     std::ptrdiff_t ld = 0;          // a multiple of 32
-    Int8Rows from(std::ptrdiff_t row, std::ptrdiff_t group = 0) const {
+    SIDESTREAM_INLINE Int8Rows from(std::ptrdiff_t row, std::ptrdiff_t group = 0) const {
         const std::ptrdiff_t at = row * (ld / GROUP) + group;
         return {values + row * ld + group * GROUP, scales + at, sums + at, offsets + at, ld};
     }
@@ -61,10 +72,7 @@ enum class Epilogue : int {
 
 struct MatmulJob {
     const Matrix* w;
-    const bf16* x;  // [rows, ldx], zero beyond the model's own width
-    std::ptrdiff_t ldx;
-    const float* sums;  // [rows, ldsums] sums of each 32 x; used by Q4
-    std::ptrdiff_t ldsums;
+    Rows x;
     int rows;
     Epilogue epilogue;
     float* y;  // STORE, ADD: [rows, ldy], column 0 is the matrix's first
@@ -75,7 +83,7 @@ struct MatmulJob {
     std::ptrdiff_t ldact;
     float* act_sums;  // [rows, ldact / 32]
     float scale;  // STORE: products are multiplied by it
-    Int8Rows x8, act8;  // for I4 and I8, in place of x with its sums, and beside act in place of act_sums
+    Int8Rows x8, act8;  // for I4 and I8, in place of x, and beside act in place of act_sums
 };
 
 // Keys and values of one request in one layer, for one key head.
@@ -110,8 +118,8 @@ struct Kernels {
     const char* isa;
     // y[panel_begin .. panel_end) of a job. scratch: matmul_scratch_bytes(cols).
     void (*matmul)(const MatmulJob& job, int panel_begin, int panel_end, void* scratch);
-    // out = bf16(x / rms(x) * weight), and the sums of each 32 of it (null: not wanted). out is zero from n up to a multiple of 32.
-    void (*rms_norm)(const float* x, const float* weight, float eps, int n, bf16* out, float* sums);
+    // out = bf16(x / rms(x) * weight), zero from n up to a multiple of 32.
+    void (*rms_norm)(const float* x, const float* weight, float eps, int n, bf16* out);
     // One row of an embedding matrix as float32, times scale.
     void (*embed)(const Matrix& w, int row, float scale, float* out);
     // One head: optional rms norm over the head, rotary embedding of its first `rotary` dimensions, rounding.
@@ -120,7 +128,7 @@ struct Kernels {
     void (*attend)(const AttendJob& job);
     // Merge a part into the running (max, sum, out) of one query; start with (-inf, 0, 0). Parts must come in order.
     void (*merge)(float part_max, float part_sum, const float* part, int padded_dim, float* max, float* sum, float* out);
-    // out = bf16(acc / sum), with the sums of each 32 afterwards by `group_sums`.
+    // out = bf16(acc / sum)
     void (*finish)(const float* acc, float sum, int head_dim, bf16* out);
     void (*group_sums)(const bf16* x, int n, float* sums);
     // n bf16 to one row of 8-bit integers. n: a multiple of 32.
@@ -142,13 +150,13 @@ struct Kernels {
     double (*dot_pairs)(std::int64_t rounds, float* sink) = nullptr;
 };
 
-constexpr std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
+constexpr SIDESTREAM_INLINE std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
-// Two panels at a time are expanded to bf16 when many rows use them; the tile of products in float32 stands before them.
+// The tile of products in float32, and behind it a panel that is expanded to bf16 when many rows use it.
 constexpr std::size_t TILE_BYTES = 256 * PANEL * sizeof(float);
-constexpr std::size_t matmul_scratch_bytes(std::size_t cols) { return TILE_BYTES + 2 * PANEL * round_up(cols, GROUP) * sizeof(bf16); }
+constexpr SIDESTREAM_INLINE std::size_t matmul_scratch_bytes(std::size_t cols) { return TILE_BYTES + PANEL * round_up(cols, GROUP) * sizeof(bf16); }
 
-constexpr std::size_t attend_scratch_bytes(std::size_t head_dim) {
+constexpr SIDESTREAM_INLINE std::size_t attend_scratch_bytes(std::size_t head_dim) {
     const std::size_t padded = round_up(head_dim, PANEL);
     return SPLIT * padded * 2 * sizeof(bf16)                // packed keys and values
            + MAX_QUERIES * SPLIT * (sizeof(float) + sizeof(bf16))  // scores and probabilities

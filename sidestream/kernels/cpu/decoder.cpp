@@ -157,6 +157,23 @@ void Decoder::prepare(const bf16* x, int width, std::ptrdiff_t row) {
         kernels.group_sums(x, width, sums_.get() + row * (width / GROUP));
 }
 
+namespace {
+
+// A product of rows that `prepare` has seen.
+MatmulJob product(const Rows& x, const Int8Rows& x8, int rows, Epilogue epilogue, float* y, std::ptrdiff_t ldy) {
+    MatmulJob job{};
+    job.x = x;
+    job.x8 = x8;
+    job.rows = rows;
+    job.epilogue = epilogue;
+    job.y = y;
+    job.ldy = ldy;
+    job.scale = 1.0f;
+    return job;
+}
+
+}  // namespace
+
 // Called by every thread of the team; returns when all of them are done.
 void Decoder::linear(const Linear& w, const MatmulJob& job, void* scratch) const {
     const int panels = w.panels(), threads = omp_get_num_threads();
@@ -308,51 +325,26 @@ void Decoder::forward(const Step& step, int threads) {
     const int qkv_width = query_width_ + 2 * kv_width_, half = spec.rotary / 2;
     const int page_shift = log2_of(step.page_size), in_page = step.page_size - 1;
     const std::ptrdiff_t kv_stride = static_cast<std::ptrdiff_t>(kv_heads) * dim;
-    const Linear& head_matrix = head.parts.empty() ? embedding : head;
 
-    MatmulJob base{};
-    base.rows = tokens;
-    base.scale = 1.0f;
-    base.activation = spec.activation;
-    MatmulJob from_normed = base;
-    from_normed.x = normed_.get();
-    from_normed.ldx = padded_hidden_;
-    from_normed.sums = sums_.get();
-    from_normed.ldsums = padded_hidden_ / GROUP;
-    from_normed.x8 = x8_.rows(padded_hidden_);
-
-    MatmulJob qkv = from_normed;
-    qkv.epilogue = Epilogue::STORE;
-    qkv.y = qkv_.get();
-    qkv.ldy = qkv_width;
-    MatmulJob o = base;
-    o.x = attended_.get();
-    o.ldx = padded_attention_;
-    o.sums = sums_.get();
-    o.ldsums = padded_attention_ / GROUP;
-    o.x8 = x8_.rows(padded_attention_);
-    o.epilogue = Epilogue::ADD;
-    o.y = x_.get();
-    o.ldy = padded_hidden_;
-    MatmulJob gate_up = from_normed;
-    gate_up.epilogue = Epilogue::GATE_UP;
+    const Rows normed{normed_.get(), sums_.get(), padded_hidden_}, attended{attended_.get(), sums_.get(), padded_attention_};
+    const Rows act{act_.get(), act_sums_.get(), padded_intermediate_};
+    const Int8Rows act8 = act8_.rows(padded_intermediate_);
+    const MatmulJob qkv = product(normed, x8_.rows(padded_hidden_), tokens, Epilogue::STORE, qkv_.get(), qkv_width);
+    const MatmulJob o = product(attended, x8_.rows(padded_attention_), tokens, Epilogue::ADD, x_.get(), padded_hidden_);
+    const MatmulJob down = product(act, act8, tokens, Epilogue::ADD, x_.get(), padded_hidden_);
+    MatmulJob gate_up = product(normed, x8_.rows(padded_hidden_), tokens, Epilogue::GATE_UP, nullptr, 0);
+    gate_up.activation = spec.activation;
     gate_up.act = act_.get();
-    gate_up.ldact = padded_intermediate_;
     gate_up.act_sums = act_sums_.get();
-    gate_up.act8 = act8_.rows(padded_intermediate_);
-    MatmulJob down = o;
-    down.x = act_.get();
-    down.ldx = padded_intermediate_;
-    down.sums = act_sums_.get();
-    down.ldsums = padded_intermediate_ / GROUP;
-    down.x8 = act8_.rows(padded_intermediate_);
+    gate_up.ldact = padded_intermediate_;
+    gate_up.act8 = act8;
 
     const auto norm_rows = [&](const float* weight) {
 #pragma omp for schedule(dynamic, 16)
         for (int r = 0; r < tokens; r++) {
-            bf16* normed = normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_;
-            kernels.rms_norm(x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, weight, spec.norm_eps, spec.hidden_size, normed, nullptr);
-            prepare(normed, padded_hidden_, r);
+            bf16* to = normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_;
+            kernels.rms_norm(x_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_, weight, spec.norm_eps, spec.hidden_size, to);
+            prepare(to, padded_hidden_, r);
         }
     };
 
@@ -397,52 +389,30 @@ void Decoder::forward(const Step& step, int threads) {
         for (int r = 0; r < tokens; r++)
             std::memcpy(step.hidden + static_cast<std::ptrdiff_t>(r) * spec.hidden_size, normed_.get() + static_cast<std::ptrdiff_t>(r) * padded_hidden_,
                         sizeof(bf16) * spec.hidden_size);
-        if (step.num_logit_rows) {
-#pragma omp for schedule(dynamic, 16)
-            for (int i = 0; i < step.num_logit_rows; i++)
-                std::memcpy(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, normed_.get() + step.logit_rows[i] * padded_hidden_,
-                            sizeof(bf16) * padded_hidden_);
-#pragma omp for schedule(dynamic, 16)
-            for (int i = 0; i < step.num_logit_rows; i++)
-                prepare(head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_, padded_hidden_, i);
-            MatmulJob last = from_normed;
-            last.rows = step.num_logit_rows;
-            last.x = head_rows_.get();
-            last.epilogue = Epilogue::STORE;
-            last.y = step.logits;
-            last.ldy = spec.vocab_size;
-            last.scale = spec.logit_scale;
-            linear(head_matrix, last, scratch);
-        }
+        if (step.num_logit_rows)
+            project(step.num_logit_rows, [&](int i) { return normed_.get() + step.logit_rows[i] * padded_hidden_; }, step.logits, scratch);
     }
+}
+
+// Logits of rows of hidden_size each. Called by every thread of the team.
+template <class RowOf> void Decoder::project(int rows, RowOf&& row_of, float* out, char* scratch) {
+#pragma omp for schedule(dynamic, 16)
+    for (int i = 0; i < rows; i++) {
+        bf16* to = head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_;
+        std::memcpy(to, row_of(i), sizeof(bf16) * spec.hidden_size);
+        std::fill(to + spec.hidden_size, to + padded_hidden_, bf16{0});
+        prepare(to, padded_hidden_, i);
+    }
+    MatmulJob job = product({head_rows_.get(), sums_.get(), padded_hidden_}, x8_.rows(padded_hidden_), rows, Epilogue::STORE, out, spec.vocab_size);
+    job.scale = spec.logit_scale;
+    linear(head.parts.empty() ? embedding : head, job, scratch);
 }
 
 void Decoder::logits(const bf16* hidden, int rows, float* out, int threads) {
     num_parts_ = 0;
     reserve(0, rows, threads);
-    const Linear& head_matrix = head.parts.empty() ? embedding : head;
-    MatmulJob job{};
-    job.rows = rows;
-    job.x = head_rows_.get();
-    job.ldx = padded_hidden_;
-    job.sums = sums_.get();
-    job.ldsums = padded_hidden_ / GROUP;
-    job.x8 = x8_.rows(padded_hidden_);
-    job.epilogue = Epilogue::STORE;
-    job.y = out;
-    job.ldy = spec.vocab_size;
-    job.scale = spec.logit_scale;
 #pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(dynamic, 16)
-        for (int i = 0; i < rows; i++) {
-            bf16* row = head_rows_.get() + static_cast<std::ptrdiff_t>(i) * padded_hidden_;
-            std::memcpy(row, hidden + static_cast<std::ptrdiff_t>(i) * spec.hidden_size, sizeof(bf16) * spec.hidden_size);
-            std::fill(row + spec.hidden_size, row + padded_hidden_, bf16{0});
-            prepare(row, padded_hidden_, i);
-        }
-        linear(head_matrix, job, scratch_[static_cast<std::size_t>(omp_get_thread_num())].get());
-    }
+    project(rows, [&](int i) { return hidden + static_cast<std::ptrdiff_t>(i) * spec.hidden_size; }, out, scratch_[static_cast<std::size_t>(omp_get_thread_num())].get());
 }
 
 }  // namespace sidestream

@@ -112,6 +112,7 @@ private:
     void reserve(int tokens, int logit_rows, int threads);
     void prepare(const bf16* x, int width, std::ptrdiff_t row);
     void linear(const Linear& w, const MatmulJob& job, void* scratch) const;
+    template <class RowOf> void project(int rows, RowOf&& row_of, float* out, char* scratch);
     void attention(const Step& step, int layer, char* scratch);
     AttendJob queries_of(const Step& step, int layer, int head, const int* rows, int count, Carve& carve);
     void attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch);

@@ -70,7 +70,7 @@ inline F activate(Activation kind, F x) {
 // Where vector v of a pair stands in a group of a bf16 panel.
 constexpr int pairs_at(int v, int pair) { return v * LANES / 16 * (GROUP * 16) + pair * 32 + v * LANES % 16 * 2; }
 
-// Where the pairs of a quantised group come from: `at(group)` positions, `step<...>` hands over pair after pair.
+// Where the weights of a quantised group come from: `group` hands over its 16 pairs of NP panels, one after the other, as bf16 integers.
 struct NibbleSource {
     const std::uint32_t* data;
     std::ptrdiff_t panel_stride;  // words
@@ -125,24 +125,6 @@ struct ByteSource {
     }
 };
 
-template <bool WITH_OFFSET> struct ExpandedSource {
-    const bf16* data;
-    std::ptrdiff_t panel_stride;  // elements
-    static constexpr bool OFFSET = WITH_OFFSET;
-    template <int NP, class Take> inline void group(int g, Take&& take) const {
-        const bf16* base = data + (std::ptrdiff_t)g * (GROUP * PANEL);
-#pragma GCC unroll 16
-        for (int k = 0; k < 16; k++) {
-            Pairs w[NP * VECTORS];
-#pragma GCC unroll 8
-            for (int p = 0; p < NP; p++)
-#pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) w[p * VECTORS + v] = load_pairs(base + p * panel_stride + pairs_at(v, k));
-            take(k, w);
-        }
-    }
-};
-
 struct GroupScales {
     const f16* data;
     std::ptrdiff_t panel_stride;
@@ -161,16 +143,15 @@ inline int piece_of(int left, int most) {
     return (left + pieces - 1) / pieces;
 }
 
-template <class Source>
-inline void expand_panel(const Source& source, int groups, bf16* out) {
-    for (int g = 0; g < groups; g++)
-        source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
+// Writes a group of one panel as the bf16 panels are laid out.
+template <class Source> inline void expand_group(const Source& source, int g, bf16* out) {
+    source.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) store_pairs(out + (std::ptrdiff_t)g * (GROUP * PANEL) + pairs_at(v, pair), w[v]);
-        });
+        for (int v = 0; v < VECTORS; v++) store_pairs(out + pairs_at(v, pair), w[v]);
+    });
 }
 
-// Products of up to MAX_ROWS rows and of MAX_GROUPED_ROWS quantised ones, by tiles of vectors or of the processor's matrix unit.
+// Products by tiles of vectors, or of the processor's matrix unit.
 #if defined(__AMX_BF16__)
 #include "tiles_amx.h"
 #else
@@ -236,44 +217,20 @@ void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch)
     const std::ptrdiff_t cols = w.cols;
     const int groups = w.cols / GROUP;
     float* tile = (float*)scratch;
-    bf16* expanded = (bf16*)((char*)scratch + TILE_BYTES);
-    const bool quantized = w.format != Format::BF16, expand = quantized && EXPAND_ROWS && job.rows >= EXPAND_ROWS;
-    const int block_panels = expand ? EXPAND_PANELS : BLOCK_PANELS;
-    Tiles tiles;
-    const GroupScales all_scales{w.scales, (std::ptrdiff_t)groups * PANEL * (w.minima ? 2 : 1), w.minima};
-    for (int panel = panel_begin; panel < panel_end; panel += block_panels) {
-        const int panels = panel_end - panel < block_panels ? panel_end - panel : block_panels;
-        const NibbleSource nibbles{(const std::uint32_t*)w.data + panel * (cols * 4), cols * 4};
-        const ByteSource bytes{(const std::int8_t*)w.data + panel * (cols * PANEL), cols * PANEL};
-        GroupScales scales = all_scales;
-        scales.data += panel * scales.panel_stride;
-        if (expand)
-            for (int p = 0; p < panels; p++) {
-                if (w.format == Format::Q4)
-                    expand_panel(NibbleSource{nibbles.data + p * nibbles.panel_stride, 0}, groups, expanded + p * (cols * PANEL));
-                else
-                    expand_panel(ByteSource{bytes.data + p * bytes.panel_stride, 0}, groups, expanded + p * (cols * PANEL));
-            }
+    Tiles tiles((bf16*)((char*)scratch + TILE_BYTES));
+    for (int panel = panel_begin; panel < panel_end; panel += BLOCK_PANELS) {
+        const int panels = panel_end - panel < BLOCK_PANELS ? panel_end - panel : BLOCK_PANELS;
+        const std::ptrdiff_t ldt = panels * PANEL, panel_scales = (std::ptrdiff_t)groups * (w.minima ? 2 * PANEL : PANEL);
+        const GroupScales scales{w.scales ? w.scales + panel * panel_scales : nullptr, panel_scales, w.minima};
         for (int row = 0; row < job.rows;) {
             const int rows = piece_of(job.rows - row, ROW_BLOCK);
-            const std::ptrdiff_t ldt = panels * PANEL;
-            for (int i = 0; i < rows;) {
-                const int m = piece_of(rows - i, quantized ? MAX_GROUPED_ROWS : MAX_ROWS);
-                const bf16* x = job.x + (row + i) * job.ldx;
-                const float* sums = job.sums ? job.sums + (row + i) * job.ldsums : nullptr;
-                float* out = tile + i * ldt;
-                if (!quantized)
-                    tiles.plain(m, panels, x, job.ldx, (int)cols, (const bf16*)w.data + panel * (cols * PANEL), cols * PANEL, out, ldt);
-                else if (expand && w.format == Format::Q4)
-                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<true>{expanded, cols * PANEL}, scales, out, ldt);
-                else if (expand)
-                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, ExpandedSource<false>{expanded, cols * PANEL}, scales, out, ldt);
-                else if (w.format == Format::Q4)
-                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, nibbles, scales, out, ldt);
-                else
-                    tiles.grouped(m, panels, x, job.ldx, sums, job.ldsums, groups, bytes, scales, out, ldt);
-                i += m;
-            }
+            const Rows x = job.x.from(row);
+            if (w.format == Format::BF16)
+                tiles.plain(rows, panels, x, w.cols, (const bf16*)w.data + panel * (cols * PANEL), cols * PANEL, tile, ldt);
+            else if (w.format == Format::Q4)
+                tiles.grouped(rows, panels, x, groups, NibbleSource{(const std::uint32_t*)w.data + panel * (cols * 4), cols * 4}, scales, tile, ldt);
+            else
+                tiles.grouped(rows, panels, x, groups, ByteSource{(const std::int8_t*)w.data + panel * (cols * PANEL), cols * PANEL}, scales, tile, ldt);
             epilogue(job, tile, ldt, row, rows, panel, panels);
             row += rows;
         }
@@ -295,11 +252,10 @@ inline float inverse_rms(const float* x, int padded, int n, float eps) {
     return 1.0f / __builtin_sqrtf(reduce_add(total) / (float)n + eps);
 }
 
-void rms_norm(const float* x, const float* weight, float eps, int n, bf16* out, float* sums) {
+void rms_norm(const float* x, const float* weight, float eps, int n, bf16* out) {
     const int padded = (int)round_up((std::size_t)n, PANEL);
     const F inverse = set1(inverse_rms(x, padded, n, eps));
     for (int k = 0; k < padded; k += LANES) store_bf16(out + k, mul(mul(load(x + k), inverse), load(weight + k)));
-    if (sums) group_sums(out, padded, sums);
 }
 
 void embed(const Matrix& w, int row, float scale, float* out) {

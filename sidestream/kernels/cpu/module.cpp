@@ -160,37 +160,41 @@ NB_MODULE(_native, m) {
     });
 
     // For the tests, from here on: one kernel on its own.
-    // x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
-    m.def("matmul", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
+    // A matrix, packed one way or another, times x: [rows, padded cols] bf16. out: [rows, weight rows] float32.
+    m.def("matmul", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
         const Kernels& kernels = kernels_named(isa);
         Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, Packing::STORED, arena);
-        const int ldx = static_cast<int>(round_up(static_cast<std::size_t>(cols), PANEL));
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
         Buffer<float> sums;
+        Int8Buffer x8;
         Buffer<char> scratch;
-        sums.reserve(static_cast<std::size_t>(rows) * ldx / GROUP);
-        scratch.reserve(matmul_scratch_bytes(static_cast<std::size_t>(ldx)));
-        for (int i = 0; i < rows; i++) kernels.group_sums(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * ldx, ldx, sums.get() + static_cast<std::ptrdiff_t>(i) * ldx / GROUP);
+        sums.reserve(static_cast<std::size_t>(rows) * w.cols / GROUP);
+        x8.reserve(static_cast<std::size_t>(rows) * w.cols);
+        scratch.reserve(matmul_scratch_bytes(static_cast<std::size_t>(w.cols)));
+        for (int i = 0; i < rows; i++) {
+            const bf16* row = at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * w.cols;
+            kernels.group_sums(row, w.cols, sums.get() + static_cast<std::ptrdiff_t>(i) * w.cols / GROUP);
+            kernels.quantize(row, w.cols, x8.rows(w.cols).from(i));
+        }
         MatmulJob job{};
         job.w = &w;
-        job.x = at<const bf16>(x);
-        job.ldx = ldx;
-        job.sums = sums.get();
-        job.ldsums = ldx / GROUP;
+        job.x = {at<const bf16>(x), sums.get(), w.cols};
+        job.x8 = x8.rows(w.cols);
         job.rows = rows;
         job.y = at<float>(out);
         job.ldy = weight_rows;
         job.scale = 1.0f;
         kernels.matmul(job, 0, w.panels, scratch.get());
     });
-    m.def("embed", [](const std::string& isa, int stored, Address weight, int weight_rows, int cols, int row, Address out) {
+    // The packed matrix as float32: [weight rows, padded cols].
+    m.def("embed", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address out) {
         Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, Packing::STORED, arena);
-        kernels_named(isa).embed(w, row, 1.0f, at<float>(out));
+        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
+        for (int row = 0; row < weight_rows; row++) kernels_named(isa).embed(w, row, 1.0f, at<float>(out) + static_cast<std::ptrdiff_t>(row) * w.cols);
     });
     // x, weight, out: zero from n up to a multiple of 32.
     m.def("rms_norm", [](const std::string& isa, Address x, Address weight, float eps, int n, Address out) {
-        kernels_named(isa).rms_norm(at<const float>(x), at<const float>(weight), eps, n, at<bf16>(out), nullptr);
+        kernels_named(isa).rms_norm(at<const float>(x), at<const float>(weight), eps, n, at<bf16>(out));
     });
     m.def("rope", [](const std::string& isa, Address x, Address norm_weight, float eps, Address cos, Address sin, int rotary, int head_dim, Address out) {
         kernels_named(isa).rope(at<const float>(x), at<const float>(norm_weight), eps, at<const float>(cos), at<const float>(sin), rotary, head_dim, at<bf16>(out));
@@ -224,32 +228,9 @@ NB_MODULE(_native, m) {
             kernels.finish(acc.get() + i * padded, sum.get()[i], head_dim, at<bf16>(out) + i * static_cast<std::size_t>(head_dim));
     });
 
-    // The same with 8-bit activations: rows to integers, a product of such rows, and a packed matrix as float32.
+    // Rows to 8-bit integers.
     m.def("quantize", [](const std::string& isa, Address x, int rows, int cols, Address values, Address scales, Address sums, Address offsets) {
         const Int8Rows out{at<std::int8_t>(values), at<float>(scales), at<float>(sums), at<std::int32_t>(offsets), cols};
         for (int i = 0; i < rows; i++) kernels_named(isa).quantize(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * cols, cols, out.from(i));
-    });
-    m.def("integer_matmul", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address x, int rows, Address out) {
-        const Kernels& kernels = kernels_named(isa);
-        Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
-        Int8Buffer x8;
-        Buffer<char> scratch;
-        x8.reserve(static_cast<std::size_t>(rows) * w.cols);
-        scratch.reserve(matmul_scratch_bytes(static_cast<std::size_t>(w.cols)));
-        for (int i = 0; i < rows; i++) kernels.quantize(at<const bf16>(x) + static_cast<std::ptrdiff_t>(i) * w.cols, w.cols, x8.rows(w.cols).from(i));
-        MatmulJob job{};
-        job.w = &w;
-        job.x8 = x8.rows(w.cols);
-        job.rows = rows;
-        job.y = at<float>(out);
-        job.ldy = weight_rows;
-        job.scale = 1.0f;
-        kernels.matmul(job, 0, w.panels, scratch.get());
-    });
-    m.def("integer_embed", [](const std::string& isa, int packing, int stored, Address weight, int weight_rows, int cols, Address out) {
-        Arena arena;
-        const Matrix w = pack(static_cast<Stored>(stored), {at<const void>(weight)}, weight_rows, cols, static_cast<Packing>(packing), arena);
-        for (int row = 0; row < weight_rows; row++) kernels_named(isa).embed(w, row, 1.0f, at<float>(out) + static_cast<std::ptrdiff_t>(row) * w.cols);
     });
 }

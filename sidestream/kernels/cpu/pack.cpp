@@ -1,5 +1,7 @@
 #include "pack.h"
 
+#include <omp.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,18 +14,9 @@ namespace {
 
 int block_bytes(Stored stored) { return stored == Stored::Q4_0 ? 18 : stored == Stored::Q4_1 ? 20 : 34; }
 
-void pack_bf16(Stored stored, const std::uint8_t* row, int cols, int column, bf16* panel) {
-    for (int k = 0; k < cols; k++) {
-        bf16 value;
-        if (stored == Stored::BF16) {
-            std::memcpy(&value, row + 2 * k, 2);
-        } else {
-            float wide;
-            std::memcpy(&wide, row + 4 * static_cast<std::size_t>(k), 4);
-            value = narrow_one(wide);
-        }
-        panel[k / GROUP * (GROUP * PANEL) + column / 16 * (GROUP * 16) + k % GROUP / 2 * 32 + column % 16 * 2 + k % 2] = value;
-    }
+void pack_bf16(const std::uint8_t* row, int cols, int column, bf16* panel) {
+    for (int k = 0; k < cols; k++)
+        std::memcpy(panel + k / GROUP * (GROUP * PANEL) + column / 16 * (GROUP * 16) + k % GROUP / 2 * 32 + column % 16 * 2 + k % 2, row + 2 * k, 2);
 }
 
 void pack_q4(const std::uint8_t* row, int groups, int bytes, int column, std::uint32_t* panel, f16* scales, bool minima) {
@@ -77,10 +70,6 @@ void pack_i8(const std::uint8_t* row, int groups, int column, std::uint8_t* pane
 
 // A stored row in float32.
 void widen_row(Stored stored, const std::uint8_t* row, int cols, float* out) {
-    if (stored == Stored::F32) {
-        std::memcpy(out, row, sizeof(float) * static_cast<std::size_t>(cols));
-        return;
-    }
     if (stored == Stored::BF16) {
         for (int k = 0; k < cols; k++) {
             bf16 value;
@@ -157,7 +146,7 @@ Stored target_of(Stored stored, Packing packing) {
 
 std::size_t stored_row_bytes(Stored stored, int cols) {
     const std::size_t n = static_cast<std::size_t>(cols);
-    return stored == Stored::BF16 ? 2 * n : stored == Stored::F32 ? 4 * n : n / GROUP * block_bytes(stored);
+    return stored == Stored::BF16 ? 2 * n : n / GROUP * block_bytes(stored);
 }
 
 Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, int cols, Packing packing, Arena& arena) {
@@ -166,7 +155,7 @@ Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, in
     const int source_panels = (rows + PANEL - 1) / PANEL, count = static_cast<int>(sources.size());
     m.panels = source_panels * count;
     m.rows = count == 1 ? rows : m.panels * PANEL;
-    const bool plain = target == Stored::BF16 || target == Stored::F32, eight = target == Stored::Q8_0;
+    const bool plain = target == Stored::BF16, eight = target == Stored::Q8_0;
     if (packing == Packing::STORED)
         m.format = plain ? Format::BF16 : eight ? Format::Q8 : Format::Q4;
     else
@@ -179,6 +168,13 @@ Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, in
     std::uint8_t* data = static_cast<std::uint8_t*>(arena.allocate(panel_bytes * m.panels));
     f16* scales = plain ? nullptr : static_cast<f16*>(arena.allocate(panel_scales * m.panels * sizeof(f16)));
     const std::size_t row_bytes = stored_row_bytes(stored, cols);
+    // A row on its way from one form to another, for each thread; made here, where an allocation may fail.
+    struct Row {
+        std::vector<float> wide;
+        std::vector<std::uint8_t> blocks;
+    };
+    std::vector<Row> rows_of_threads(static_cast<std::size_t>(target == stored ? 0 : omp_get_max_threads()));
+    for (Row& row : rows_of_threads) row = {std::vector<float>(static_cast<std::size_t>(m.cols)), std::vector<std::uint8_t>(stored_row_bytes(target, m.cols))};
 #pragma omp parallel for schedule(dynamic, 4)
     for (int p = 0; p < m.panels; p++) {
         const std::uint8_t* source = static_cast<const std::uint8_t*>(sources[p % count]);
@@ -189,19 +185,16 @@ Matrix pack(Stored stored, const std::vector<const void*>& sources, int rows, in
             std::memset(panel, 0, panel_bytes);
             if (scales) std::memset(panel_scale, 0, panel_scales * sizeof(f16));
         }
-        std::vector<float> wide;
-        std::vector<std::uint8_t> blocks;
         for (int r = first; r < last; r++) {
             const std::uint8_t* row = source + row_bytes * r;
             if (target != stored) {
-                wide.resize(static_cast<std::size_t>(m.cols));
-                blocks.resize(stored_row_bytes(target, m.cols));
+                auto& [wide, blocks] = rows_of_threads[static_cast<std::size_t>(omp_get_thread_num())];
                 widen_row(stored, row, cols, wide.data());
                 for (int g = 0; g < groups; g++) (eight ? to_q8_0 : to_q4_1)(wide.data() + g * GROUP, blocks.data() + g * block_bytes(target));
                 row = blocks.data();
             }
             switch (m.format) {
-                case Format::BF16: pack_bf16(stored, row, cols, r - first, reinterpret_cast<bf16*>(panel)); break;
+                case Format::BF16: pack_bf16(row, cols, r - first, reinterpret_cast<bf16*>(panel)); break;
                 case Format::Q8: pack_q8(row, groups, r - first, reinterpret_cast<std::int8_t*>(panel), panel_scale); break;
                 case Format::Q4: pack_q4(row, groups, block_bytes(target), r - first, reinterpret_cast<std::uint32_t*>(panel), panel_scale, m.minima); break;
                 case Format::I8: pack_i8(row, groups, r - first, panel, panel_scale); break;

@@ -10,7 +10,7 @@
 namespace sidestream {
 
 // How the source stores a row. The quantised ones are ggml's blocks of 32: scale (and minimum) as halves, then the integers.
-enum class Stored : int { BF16 = 0, F32 = 1, Q4_0 = 2, Q4_1 = 3, Q8_0 = 4 };
+enum class Stored : int { BF16 = 0, Q4_0 = 1, Q4_1 = 2, Q8_0 = 3 };
 
 // What the panels are for. STORED: bf16 activations, each matrix as it is stored. INT8, INT4: integer activations; INT8 makes everything
 // Q8_0, INT4 keeps Q4_0 and Q4_1 and makes the others Q4_1.

@@ -1,14 +1,11 @@
 // Tiles of the matrix unit (AMX): 16 rows of x times 32 values of k times 16 outputs an instruction. Included by kernels_impl.h.
 //
 // The unit sums the even and the odd k of 32 apart and adds both to the product, each step rounded as a float32 fused multiply-add, and
-// takes numbers below the smallest normal one for zero. Where vectors are faster (few rows of quantised weights, which it could not read as
+// takes numbers below the smallest normal one for zero. Where vectors are faster (one row of quantised weights, which it could not read as
 // they are) they do the very same.
 
 constexpr int ROW_BLOCK = 128;   // rows whose products wait for the epilogue
 constexpr int BLOCK_PANELS = 2;  // panels likewise
-constexpr int EXPAND_ROWS = 0;   // never: quantised groups are expanded one by one, for all rows of a block
-constexpr int EXPAND_PANELS = 2;
-constexpr int VECTOR_ROWS = 1;   // up to here quantised products are made of vectors
 
 constexpr int HALF = GROUP * 16;  // elements of a tile of weights
 
@@ -40,87 +37,79 @@ inline void split(Pairs both, F& even, F& odd) {
     odd = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32((int)0xFFFF0000)));
 }
 
-template <int M, int NP, class Source>
-inline void tile_of_vectors(const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
-                            const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
-    F acc[M][NP * VECTORS];
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) acc[i][j] = zero();
+// One row x NP panels.
+template <int NP, class Source>
+inline void row_of_vectors(const bf16* x, const float* sums, int groups, const Source& source, const GroupScales& scales, float* out) {
+    constexpr int V = NP * VECTORS;
+    F acc[V];
+    for (int j = 0; j < V; j++) acc[j] = zero();
     for (int g = 0; g < groups; g++) {
-        F even[M][NP * VECTORS], odd[M][NP * VECTORS];
-#pragma GCC unroll 16
-        for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-            for (int j = 0; j < NP * VECTORS; j++) even[i][j] = odd[i][j] = zero();
-        const bf16* xg = x + (std::ptrdiff_t)g * GROUP;
+        F even[V], odd[V];
+        for (int j = 0; j < V; j++) even[j] = odd[j] = zero();
         source.template group<NP>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
-            F x_even[M], x_odd[M];
+            F x_even, x_odd;
+            split(broadcast_pair(x + g * GROUP + 2 * pair), x_even, x_odd);
 #pragma GCC unroll 16
-            for (int i = 0; i < M; i++) split(broadcast_pair(xg + i * ldx + 2 * pair), x_even[i], x_odd[i]);
-#pragma GCC unroll 16
-            for (int j = 0; j < NP * VECTORS; j++) {
+            for (int j = 0; j < V; j++) {
                 F w_even, w_odd;
                 split(w[j], w_even, w_odd);
-#pragma GCC unroll 16
-                for (int i = 0; i < M; i++) {
-                    even[i][j] = fma(x_even[i], w_even, even[i][j]);
-                    odd[i][j] = fma(x_odd[i], w_odd, odd[i][j]);
-                }
+                even[j] = fma(x_even, w_even, even[j]);
+                odd[j] = fma(x_odd, w_odd, odd[j]);
             }
         });
-#pragma GCC unroll 8
-        for (int p = 0; p < NP; p++)
-#pragma GCC unroll 8
-            for (int v = 0; v < VECTORS; v++) {
-                F scale, offset;
-                scales.load_group(g, p, v, scale, offset);
-                const int j = p * VECTORS + v;
-#pragma GCC unroll 16
-                for (int i = 0; i < M; i++) {
-                    if (Source::OFFSET) acc[i][j] = fma(set1(sums[i * ldsums + g]), offset, acc[i][j]);
-                    acc[i][j] = fma(add(zero(), add(even[i][j], odd[i][j])), scale, acc[i][j]);
-                }
-            }
+        for (int j = 0; j < V; j++) {
+            F scale, offset;
+            scales.load_group(g, j / VECTORS, j % VECTORS, scale, offset);
+            if (Source::OFFSET) acc[j] = fma(set1(sums[g]), offset, acc[j]);
+            acc[j] = fma(add(zero(), add(even[j], odd[j])), scale, acc[j]);  // the unit adds to a product that is zero
+        }
     }
-#pragma GCC unroll 16
-    for (int i = 0; i < M; i++)
-#pragma GCC unroll 16
-        for (int j = 0; j < NP * VECTORS; j++) store(out + i * ldo + j * LANES, acc[i][j]);
-}
-
-template <int M, class Source>
-inline void rows_of_vectors(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, Source source,
-                            GroupScales scales, float* out, std::ptrdiff_t ldo) {
-    if constexpr (M > 1) {
-        if (m < M) return rows_of_vectors<M - 1, Source>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-    }
-    constexpr int NP = M == 1 ? 2 : 1;
-    for (int p = 0; p < np;) {
-        const int step = p + NP <= np ? NP : 1;
-        if (step == NP)
-            tile_of_vectors<M, NP>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        else
-            tile_of_vectors<M, 1>(x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        source.data += step * source.panel_stride;
-        scales.data += step * scales.panel_stride;
-        out += step * PANEL;
-        p += step;
-    }
+    for (int j = 0; j < V; j++) store(out + j * LANES, acc[j]);
 }
 
 // Registers: 0 to 3 products, 4 and 5 rows of x, 6 and 7 weights.
 class Tiles {
 public:
-    Tiles() = default;
+    explicit Tiles(bf16*) {}  // groups are expanded one by one, in places of their own
     Tiles(const Tiles&) = delete;
     ~Tiles() {
         if (first_) _tile_release();
     }
 
-    // x: [m, cols] of [m, ldx], m <= MAX_ROWS; np panels of weights -> out: [m, 32 np] of [m, ldo].
-    void plain(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+    // rows of x, np panels of weights -> out: [rows, 32 np] of [rows, ldo]. cols: a multiple of 32.
+    void plain(int rows, int np, const Rows& x, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
+        for (int i = 0; i < rows;) {
+            const int m = piece_of(rows - i, MAX_ROWS);
+            piece(m, np, x.x + i * x.ld, x.ld, cols, w, panel_stride, out + i * ldo, ldo);
+            i += m;
+        }
+    }
+
+    // The same for quantised weights: the products of a group are scaled and summed in vectors. rows <= ROW_BLOCK.
+    template <class Source>
+    void grouped(int rows, int np, const Rows& x, int groups, const Source& source, const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        const FlushSubnormals flush;
+        if (rows == 1) return one_row(np, x, groups, source, scales, out);
+        alignas(64) float products[CHUNK][MAX_ROWS * PANEL];
+        alignas(64) bf16 weights[2][CHUNK][GROUP * PANEL];
+        for (int p = 0; p < np; p++, out += PANEL) {
+            const Source panel{source.data + p * source.panel_stride, 0};
+            // A few groups at a time, for all rows: their weights stay in the nearest cache. The next ones are written while the unit works.
+            expand(panel, 0, groups, weights[0]);
+            for (int first = 0, turn = 0; first < groups; first += CHUNK, turn ^= 1) {
+                for (int row = 0; row < rows;) {
+                    const int m = piece_of(rows - row, MAX_ROWS);
+                    multiply(m, x.from(row), first, groups, weights[turn], products);
+                    if (row == 0) expand(panel, first + CHUNK, groups, weights[turn ^ 1]);
+                    sum<Source::OFFSET>(m, x.from(row), first, groups, p, products, scales, out + row * ldo, ldo);
+                    row += m;
+                }
+            }
+        }
+    }
+
+private:
+    void piece(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
         const long x_bytes = ldx * 2, out_bytes = ldo * 4;
         asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
         if (m <= 16) {  // two panels at a time: four independent chains
@@ -183,32 +172,6 @@ public:
         }
     }
 
-    // The same for quantised weights, m <= MAX_GROUPED_ROWS: the products of a group are scaled and summed in vectors.
-    template <class Source>
-    void grouped(int m, int np, const bf16* x, std::ptrdiff_t ldx, const float* sums, std::ptrdiff_t ldsums, int groups, const Source& source,
-                 const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
-        const FlushSubnormals flush;
-        if (m <= VECTOR_ROWS) return rows_of_vectors<VECTOR_ROWS>(m, np, x, ldx, sums, ldsums, groups, source, scales, out, ldo);
-        alignas(64) float products[CHUNK][32 * PANEL];
-        alignas(64) bf16 weights[2][CHUNK][GROUP * PANEL];
-        for (int p = 0; p < np; p++, out += PANEL) {
-            Source panel = source;
-            panel.data += p * panel.panel_stride;
-            // A few groups at a time, for all rows: their weights stay in the nearest cache. The next ones are written while the unit works.
-            expand(panel, 0, groups, weights[0]);
-            for (int first = 0, turn = 0; first < groups; first += CHUNK, turn ^= 1) {
-                for (int row = 0; row < m;) {
-                    const int rows = piece_of(m - row, 32);
-                    multiply(x + row * ldx, ldx, rows, first, groups, weights[turn], products);
-                    if (row == 0) expand(panel, first + CHUNK, groups, weights[turn ^ 1]);
-                    sum<Source::OFFSET>(rows, first, groups, p, products, sums + (Source::OFFSET ? row * ldsums : 0), ldsums, scales, out + row * ldo, ldo);
-                    row += rows;
-                }
-            }
-        }
-    }
-
-private:
     void configure(int first, int second) {
         if (first == first_ && second == second_) return;
         TileConfig config;
@@ -223,21 +186,23 @@ private:
 
     static constexpr int CHUNK = 4;  // groups
 
-    template <class Source> static void expand(const Source& panel, int first, int groups, bf16 (*to)[GROUP * PANEL]) {
-        for (int g = first; g < groups && g < first + CHUNK; g++)
-            panel.template group<1>(g, [&](int pair, const Pairs* w) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-                for (int v = 0; v < VECTORS; v++) store_pairs(to[g - first] + pairs_at(v, pair), w[v]);
-            });
+    template <class Source> static void one_row(int np, const Rows& x, int groups, Source source, GroupScales scales, float* out) {
+        for (; np > 1; np -= 2, source.data += 2 * source.panel_stride, scales.data += 2 * scales.panel_stride, out += 2 * PANEL)
+            row_of_vectors<2>(x.x, x.sums, groups, source, scales, out);
+        if (np) row_of_vectors<1>(x.x, x.sums, groups, source, scales, out);
     }
 
-    void multiply(const bf16* x, std::ptrdiff_t ldx, int rows_, int first, int groups, const bf16 (*weights)[GROUP * PANEL], float (*products)[32 * PANEL]) {
-        const long x_bytes = ldx * 2;
-        const int upper = rows_ < 16 ? rows_ : 16, lower = rows_ - upper;
+    template <class Source> static void expand(const Source& panel, int first, int groups, bf16 (*to)[GROUP * PANEL]) {
+        for (int g = first; g < groups && g < first + CHUNK; g++) expand_group(panel, g, to[g - first]);
+    }
+
+    void multiply(int m, const Rows& x, int first, int groups, const bf16 (*weights)[GROUP * PANEL], float (*products)[MAX_ROWS * PANEL]) {
+        const long x_bytes = x.ld * 2;
+        const int upper = m < 16 ? m : 16, lower = m - upper;
         configure(upper, lower ? lower : 1);
         asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
         for (int g = first; g < groups && g < first + CHUNK; g++) {
-            const bf16 *w = weights[g - first], *rows = x + g * GROUP;
+            const bf16 *w = weights[g - first], *rows = x.x + g * GROUP;
             float* d = products[g - first];
             _tile_zero(0);
             _tile_zero(1);
@@ -249,7 +214,7 @@ private:
             if (lower) {
                 _tile_zero(2);
                 _tile_zero(3);
-                _tile_loadd(5, rows + 16 * ldx, x_bytes);
+                _tile_loadd(5, rows + 16 * x.ld, x_bytes);
                 _tile_dpbf16ps(2, 5, 6);
                 _tile_dpbf16ps(3, 5, 7);
             }
@@ -264,8 +229,8 @@ private:
 
     // out += products * scale + sums * offset, group after group.
     template <bool OFFSET>
-    static void sum(int m, int first, int groups, int p, const float (*products)[32 * PANEL], const float* sums, std::ptrdiff_t ldsums,
-                    const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+    static void sum(int m, const Rows& x, int first, int groups, int p, const float (*products)[MAX_ROWS * PANEL], const GroupScales& scales,
+                    float* out, std::ptrdiff_t ldo) {
         const int count = groups - first < CHUNK ? groups - first : CHUNK;
         F scale[CHUNK][VECTORS], offset[CHUNK][VECTORS];
         for (int c = 0; c < count; c++)
@@ -274,7 +239,7 @@ private:
             F acc[VECTORS];
             for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
             for (int c = 0; c < count; c++) {
-                const F of_row = OFFSET ? set1(sums[i * ldsums + first + c]) : zero();
+                const F of_row = OFFSET ? set1(x.sums[i * (x.ld / GROUP) + first + c]) : zero();
                 for (int v = 0; v < VECTORS; v++) {
                     if (OFFSET) acc[v] = fma(of_row, offset[c][v], acc[v]);
                     acc[v] = fma(load(products[c] + i * PANEL + v * LANES), scale[c][v], acc[v]);

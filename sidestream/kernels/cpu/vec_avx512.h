@@ -13,7 +13,6 @@ using sidestream::f16;
 constexpr int LANES = 16;
 #if defined(__AMX_BF16__)
 constexpr int MAX_ROWS = 32;  // rows of a tile of products
-constexpr int MAX_GROUPED_ROWS = 128;
 #else
 constexpr int MAX_ROWS = 12;
 constexpr int MAX_GROUPED_ROWS = 6;  // with a second set of accumulators for the groups
