@@ -7,7 +7,8 @@ conditional copy, `process_batch_result` appends the token, matches stops, colle
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,11 @@ from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken
-from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Submit
+from sidestream.messages import Abort, Answer, Ask, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Submit
+from sidestream.models.interpreter import Interpreter
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
+REPORT_SECONDS = 0.25  # between two reports while there is work; one more when it ends
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Factories:
 
     stop_matcher: Callable[[Submit], StopMatcher | None]
     constraint: Callable[[Submit], Constraint | None]
+    load: Callable[[str], Interpreter]  # other weights of the same model; runs on the compute stream, raises ModelError
 
 
 class EngineLoop:
@@ -67,11 +71,16 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}  # open ones, by key
         self.copied_bytes: dict[int, dict[str, int]] = defaultdict(lambda: {"logprob": 0, "hidden": 0})  # by key
-        self.questions: list[Call] = []
+        self.questions: list[Ask] = []
+        self.held: list[Submit | Abort] = []  # what came after a question for other weights: the requests before it end first
+        self.totals: Counter[str] = Counter()  # of tokens and requests
+        self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process"), 0.0)
+        self.weight_version = 0
+        self._reported = 0.0  # when
         self._stopping = False
 
-    def run(self) -> None:
-        """Run until told to stop. An error ends the engine: it is sent to whoever waits, never swallowed."""
+    def run(self) -> BaseException | None:
+        """Run until told to stop. An error ends the engine: it is sent to whoever waits, and returned."""
         try:
             if self.overlap:
                 self.overlap_loop()
@@ -80,6 +89,8 @@ class EngineLoop:
         except BaseException as error:
             self.emit(EngineFailed(error))
             self.runner.close()
+            return error
+        return None
 
     # The step
 
@@ -91,8 +102,8 @@ class EngineLoop:
                 self.process_batch_result(*pending)
                 pending = None
             self.answer_questions()
-            batch = self.scheduler.next_batch()  # host arithmetic only: never waits for the device
-            launched = self.runner.run_batch(batch) if batch else None
+            batch = self.plan()
+            launched = self.launch(batch) if batch else None
             if pending:
                 self.process_batch_result(*pending)
             pending = None
@@ -106,23 +117,42 @@ class EngineLoop:
         """The same calls, each step processed straight after it was launched: matchers are up to date, no sampling is ever delayed."""
         while self.ingest(wait=not self.scheduler.has_work):
             self.answer_questions()
-            batch = self.scheduler.next_batch()
+            batch = self.plan()
             if batch:
-                launched = self.runner.run_batch(batch, self.fill_masks(batch) if batch.has_constraint else None)
+                launched = self.launch(batch, self.fill_masks(batch) if batch.has_constraint else None)
                 self.process_batch_result(batch, launched)
         self.close()
 
+    def plan(self) -> Batch | None:
+        """The next step: host arithmetic only, never waits for the device."""
+        started = time.perf_counter()
+        batch = self.scheduler.next_batch()
+        self.seconds["plan"] += time.perf_counter() - started
+        return batch
+
+    def launch(self, batch: Batch, masks: Masks | None = None) -> Launched[GenerationBatchResult]:
+        started = time.perf_counter()
+        launched = self.runner.run_batch(batch, masks)
+        self.seconds["launch"] += time.perf_counter() - started
+        return launched
+
     def ingest(self, *, wait: bool) -> bool:
         """Take what has arrived: new requests, aborts, questions. `wait` for something when there is no work. False: stop."""
+        wait = wait and not self.questions  # one that waited for the requests before it can be answered now
         while wait or not self.inbox.empty():
             message = self.inbox.get()
             wait = False
-            if isinstance(message, Submit):
-                self.submit(message)
+            if isinstance(message, Ask):
+                self.questions.append(message)
+            elif isinstance(message, Submit):
+                if self._asked_for_weights():
+                    self.held.append(message)
+                else:
+                    self.submit(message)
             elif isinstance(message, Abort):
                 self.abort(message.rid, message.keys)
-            elif isinstance(message, Call):
-                self.questions.append(message)
+                if self.held:
+                    self.held.append(message)
             else:
                 self._stopping = True
         return not self._stopping
@@ -151,6 +181,8 @@ class EngineLoop:
         request.error = error
         self.requests[request.key] = request
         self.scheduler.add(request)
+        self.totals["requests"] += 1
+        self.totals["prompt_tokens"] += 0 if request.shares_prompt else len(message.prompt)
         if error is not None:
             self.abort(request.rid)
 
@@ -181,6 +213,7 @@ class EngineLoop:
 
     def process_batch_result(self, batch: Batch, launched: Launched[GenerationBatchResult]) -> None:
         """Append the tokens of one step, match stops, collect rows, free what has ended, and emit one message."""
+        started = time.perf_counter()
         result = launched.result()
         assert result.copy_done is not None
         self.copies.wait(result.copy_done)
@@ -197,11 +230,19 @@ class EngineLoop:
                 self._take(request, token, rows, span, step)
             self.scheduler.step_processed(request)
         self._emit(step)
+        self.totals["generation_tokens"] += len(step.tokens)
+        now = time.perf_counter()
+        self.seconds["process"] += now - started
+        if now - self._reported >= REPORT_SECONDS or not self.requests:
+            self._reported = now
+            self.emit(Report(self.stats()))
 
     def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
         """Give a live request what the step computed for it."""
         if request.cached_tokens is not None and not request.output_ids:
             step.cached_tokens[request.key] = request.cached_tokens
+            if not request.shares_prompt:
+                self.totals["cached_tokens"] += request.cached_tokens
         if rows is not None:
             self._take_rows(request, rows, span, step)
         if token is None:
@@ -273,6 +314,7 @@ class EngineLoop:
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        self.totals["aborted"] += reason == "abort"
         self._fetch_last_row(request, step)
         step.finished[request.key] = Finish(
             reason,
@@ -303,9 +345,38 @@ class EngineLoop:
     # Questions and the end
 
     def answer_questions(self) -> None:
+        """Answers are about whole steps: nothing is in flight. A question for other weights waits for the requests before it."""
+        waiting = []
         for question in self.questions:
-            question.reply(question.ask(self))
-        self.questions.clear()
+            if question.what == "update_weights" and self.requests:
+                waiting.append(question)
+                continue
+            try:
+                answer = Answer(question.id, QUESTIONS[question.what](self, question.argument))
+            except Exception as error:
+                answer = Answer(question.id, None, error)
+            self.emit(answer)
+        self.questions = waiting
+        if self.held and not waiting:
+            held, self.held = self.held, []
+            for message in held:
+                if isinstance(message, Submit):
+                    self.submit(message)
+                else:
+                    self.abort(message.rid, message.keys)
+
+    def _asked_for_weights(self) -> bool:
+        return any(question.what == "update_weights" for question in self.questions)
+
+    def update_weights(self, path: str) -> int:
+        """Load other weights of the same model; nothing of the old ones' cache is used again. Returns how often that was done.
+
+        Raises ModelError, and the old weights stay.
+        """
+        self.runner.load(self.factories.load, path)
+        self.flush_cache()
+        self.weight_version += 1
+        return self.weight_version
 
     def stats(self) -> dict[str, Any]:
         scheduler = self.scheduler
@@ -321,6 +392,9 @@ class EngineLoop:
             "steps": scheduler.steps,
             "forward_tokens": scheduler.forward_tokens,
             "retracted": scheduler.retracted,
+            **{name: self.totals[name] for name in ("requests", "aborted", "prompt_tokens", "cached_tokens", "generation_tokens")},
+            "step_seconds": dict(self.seconds),
+            "weight_version": self.weight_version,
         }
 
     def flush_cache(self) -> int:
@@ -354,3 +428,11 @@ def _why_no_token(request: Request, failure: int) -> str:
     }
     used = [name for name, is_used in masks.items() if is_used]
     return f"{place}: {', '.join(used) or 'the model'} admits none"
+
+
+QUESTIONS: dict[str, Callable[[EngineLoop, Any], Any]] = {
+    "stats": lambda loop, _: loop.stats(),
+    "flush_cache": lambda loop, _: loop.flush_cache(),
+    "check": lambda loop, _: loop.check(),
+    "update_weights": lambda loop, path: loop.update_weights(path),
+}
