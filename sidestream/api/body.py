@@ -6,6 +6,7 @@ import re
 from typing import TypeVar
 
 import msgspec
+import msgspec.structs
 from starlette.requests import Request
 
 from sidestream.errors import BodyTooLarge, InvalidRequest
@@ -30,6 +31,8 @@ ELSEWHERE = {
     "prompt_logprobs": "logprob_start_len and top_logprobs_num",
     "bad_words": "bad_token_ids",
     "logprob_token_ids": "token_ids_logprob",
+    "text_1": "query",
+    "text_2": "items",
 }
 
 
@@ -72,12 +75,21 @@ def _refusal(message: str, kind: type[msgspec.Struct], data: bytes) -> InvalidRe
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", said):
         name = unknown[1]
         param = f"{path}.{name}" if path else name
-        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else None if path else did_you_mean(name, kind.__struct_fields__)
+        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else None if path else _place_of(name, kind)
         return InvalidRequest(param, "is not a field of this request", hint=hint)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
         return InvalidRequest(f"{path}.{missing[1]}" if path else missing[1], "is missing")
     must = re.sub(r"^Expected `(.*?)`(, got .*)?", r"must be \1", said).replace("| null", "or null")
     return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}")
+
+
+def _place_of(name: str, kind: type[msgspec.Struct]) -> str | None:
+    """Where a field goes that was sent to the wrong place, or what it may have meant to be."""
+    for field in msgspec.structs.fields(kind):
+        for each in getattr(field.type, "__args__", ()):
+            if name in getattr(each, "__struct_fields__", ()):
+                return f"It goes into {field.name}."
+    return did_you_mean(name, kind.__struct_fields__)
 
 
 def _shown_at(data: bytes, path: str) -> str:
