@@ -6,10 +6,9 @@ import re
 from typing import TypeVar
 
 import msgspec
-import msgspec.structs
 from starlette.requests import Request
 
-from sidestream.api.schema import expected_at
+from sidestream.api.schema import expected_at, fields_at
 from sidestream.errors import BodyTooLarge, InvalidRequest
 from sidestream.options import did_you_mean, shown, written_size
 
@@ -76,7 +75,7 @@ def _refusal(message: str, kind: type[msgspec.Struct], data: bytes) -> InvalidRe
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", said):
         name = unknown[1]
         param = f"{path}.{name}" if path else name
-        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else None if path else _place_of(name, kind)
+        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else _place_of(name, kind, path)
         return InvalidRequest(param, "is not a field of this request", hint=hint)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
         return InvalidRequest(f"{path}.{missing[1]}" if path else missing[1], "is missing")
@@ -87,13 +86,13 @@ def _refusal(message: str, kind: type[msgspec.Struct], data: bytes) -> InvalidRe
     return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}", hint=expected.reason)
 
 
-def _place_of(name: str, kind: type[msgspec.Struct]) -> str | None:
+def _place_of(name: str, kind: type[msgspec.Struct], path: str) -> str | None:
     """Where a field goes that was sent to the wrong place, or what it may have meant to be."""
-    for field in msgspec.structs.fields(kind):
-        for each in getattr(field.type, "__args__", ()):
-            if name in getattr(each, "__struct_fields__", ()):
-                return f"It goes into {field.name}."
-    return did_you_mean(name, kind.__struct_fields__)
+    body = fields_at(kind, "")
+    if path and name in body:
+        return f"It goes beside {path.partition('.')[0]}."
+    inside = [] if path else [field for field in body if name in fields_at(kind, field)]
+    return f"It goes into {inside[0]}." if inside else did_you_mean(name, fields_at(kind, path))
 
 
 def _shown_at(data: bytes, path: str) -> str:
