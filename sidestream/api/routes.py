@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from sidestream.api.native import NATIVE
 from sidestream.api.openapi import document_routes
 from sidestream.api.operation import OPERATION
 from sidestream.api.route import Route
 
-API: tuple[Route, ...] = (*OPERATION,)
+API: tuple[Route, ...] = (*OPERATION, *NATIVE)
 ROUTES: tuple[Route, ...] = (*API, *document_routes(API))
