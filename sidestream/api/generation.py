@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sidestream.api.route import Call
@@ -76,7 +76,7 @@ class Generation:
             outputs += await self._answer(self.ids[group], sampling[group], rids[group], spread, wait=first > 0)
         return outputs
 
-    async def parts(self) -> AsyncIterator[tuple[int, Output]]:
+    async def parts(self) -> AsyncGenerator[tuple[int, Output], None]:
         """`(which prompt, part)`, in the order of coming. Closing it early aborts what is not finished.
 
         Queued before the first part is awaited: call `open` first where an error must still become a status.
