@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from sidestream.api.chat import CHAT
+from sidestream.api.completions import COMPLETIONS
+from sidestream.api.models import MODELS
 from sidestream.api.openapi import document_routes
 from sidestream.api.operation import OPERATION
 from sidestream.api.route import Route
 
-API: tuple[Route, ...] = (*OPERATION,)
+API: tuple[Route, ...] = (*CHAT, *COMPLETIONS, *MODELS, *OPERATION)
 ROUTES: tuple[Route, ...] = (*API, *document_routes(API))
