@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ class Generation:
         self.ids = ids
         self._sampling = sampling
         self._outputs = outputs
-        self._rid: Any = rid if rid is not None else call.id if len(ids) == 1 else [f"{call.id}-{place}" for place in range(len(ids))]
+        # A client may use one X-Request-Id for several requests at a time.
+        self._rid: Any = rid if rid is not None else [f"{call.id}-{secrets.token_hex(4)}" for _ in ids]
         self._engine = self.service.engine
         check_ceiling(self.service.config.hidden_states, outputs)
         self._started = time.monotonic()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
 from sidestream.async_client import AsyncEngine
@@ -19,6 +19,13 @@ State = Literal["loading", "ok", "draining", "stalled", "failed"]
 STALL_SECONDS = 30.0  # without a word of an engine that has work: the longest step is a chunk of prefill
 
 
+class Weights(NamedTuple):
+    """What the model's numbers are: they may be replaced while the server runs."""
+
+    path: str
+    version: str
+
+
 class Service:
     """What the routes share. The engine comes when it has loaded."""
 
@@ -31,6 +38,7 @@ class Service:
         self.loaded = False
         self.draining = False
         self.failure: str | None = None
+        self.weights = Weights(engine.config.model, "default")
         self._engine = engine
         self._hints: set[str] = set()
 
