@@ -115,8 +115,8 @@ def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers of a test's own, which end with it."""
     started: list[Server] = []
 
-    def start(*flags: str, **keywords: Any) -> Server:
-        started.append(Server(chat_model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
+    def start(*flags: str, model: Path = chat_model, **keywords: Any) -> Server:
+        started.append(Server(model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
         return started[-1]
 
     yield start
