@@ -24,6 +24,7 @@ class InvalidRequest(SidestreamError, ValueError):
     def __init__(self, param: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(f"{param}: {message}", hint=hint)
         self.param = param
+        self.said = message  # without the field
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -45,6 +46,16 @@ class NoToken(SidestreamError):
     code = "no_token"
 
 
+class EngineFault(SidestreamError):
+    """Something unforeseen went wrong in the engine's process; the message begins with the kind of the error."""
+
+
+class SlowReader(SidestreamError):
+    """A stream was read so slowly that what waited for its reader passed the bound; its request was aborted."""
+
+    code = "slow_reader"
+
+
 class EngineDead(SidestreamError):
     """The engine stopped with an error; every open request gets this one."""
 
@@ -64,3 +75,34 @@ class ModelError(SidestreamError):
 
 class DownloadError(ModelError):
     """A model could not be fetched."""
+
+
+class BodyTooLarge(SidestreamError):
+    """The body of a request to the server is larger than it may be."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class InvalidKey(SidestreamError):
+    """The request has no key of the server, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(SidestreamError):
+    """The request needs rights that its key does not give."""
+
+    status = 403
+    code = "forbidden"
+
+
+class Unavailable(SidestreamError):
+    """The server takes no requests now; `code` says why: it is loading, draining, stalled or failed."""
+
+    status = 503
+
+    def __init__(self, message: str, *, code: str = "loading", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
