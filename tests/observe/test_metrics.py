@@ -13,7 +13,8 @@ from sidestream import Engine, SamplingParams
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.series import SERIES
 
-PROMETHEUS = "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.4,*/*;q=0.1"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @pytest.fixture
@@ -207,7 +208,9 @@ def test_other_engines_names_are_exported_beside_ours(compat, clock, report):
         for prefix, name in series.names(compat)[1:]:
             name = f"{name}_sum" if series.buckets else name
             ours = f"{series.name}_sum" if series.buckets else series.name
-            for labels in [sample.labels for family in both.registry.collect() for sample in family.samples if sample.name == f"{prefix}:{name}"]:
+            for labels in [
+                sample.labels for family in both.registry.collect() for sample in family.samples if sample.name == f"{prefix}:{name}"
+            ]:
                 labels = {key: text for key, text in labels.items() if key not in ("model_name", "engine")}
                 assert value(both, name, prefix, **labels) == value(both, ours, **labels) is not None
 
@@ -223,19 +226,34 @@ def test_the_names_that_the_endpoint_picker_and_keda_read(clock, report):
     assert value(vllm, "request_success_total", "vllm", finished_reason="length") == 1
 
 
-def test_the_accept_header_chooses_the_format(metrics, report):
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        (None, TEXT),
+        ("text/html", TEXT),
+        ("text/plain;version=0.0.4;q=0.5,*/*;q=0.1", TEXT),
+        ("text/plain;version=1.0.0;escaping=underscores", TEXT),
+        ("application/openmetrics-text", OPENMETRICS),
+        (
+            "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,*/*;q=0.1",
+            OPENMETRICS,
+        ),  # Prometheus 2
+        (
+            "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=1.0.0;q=0.4",
+            OPENMETRICS,
+        ),  # Prometheus 3
+        ("application/openmetrics-text;version=1.0.0;escaping=underscores", OPENMETRICS),
+    ],
+)
+def test_the_accept_header_chooses_the_format_and_never_the_names(metrics, report, accept, content_type):
     metrics.observe_report(report)
     use_everything(metrics)
-    body, content_type = metrics.render()
-    assert content_type == "text/plain; version=0.0.4; charset=utf-8"
-    assert b'sidestream:num_running_reqs{model_name="tiny"} 4.0\n' in body
-    assert b"# TYPE sidestream:prompt_tokens_total counter\n" in body
-    families = {family.name: family for family in read_text(body.decode())}
-    open_body, open_type = metrics.render(PROMETHEUS)
-    assert open_type.startswith("application/openmetrics-text; version=1.0.0; charset=utf-8")
-    assert open_body.endswith(b"# EOF\n")
-    assert {family.name for family in read_openmetrics(open_body.decode())} == set(families)
-    assert metrics.render("text/html")[0] == body
+    body, answered = metrics.render(accept)
+    assert answered == content_type
+    assert body.endswith(b"# EOF\n") == (content_type == OPENMETRICS)
+    read = read_openmetrics if content_type == OPENMETRICS else read_text
+    assert {sample.name for family in read(body.decode()) for sample in family.samples} == _names(metrics)
+    assert b'\nsidestream:num_running_reqs{model_name="tiny"} 4.0\n' in body
 
 
 def test_objects_share_nothing(clock, report):
