@@ -105,8 +105,9 @@ class Metrics(Collector):
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """Body and content type: OpenMetrics where the Accept header asks for it, else the Prometheus text format."""
-        _, content_type = choose_encoder(accept or "")
-        if content_type.startswith("application/openmetrics-text"):
+        # Not by the library's own choice: it raises TypeError for a version that is no number, and escapes names (see UNESCAPED).
+        accepted = {part.partition(";")[0].strip().lower() for part in (accept or "").split(",")}
+        if OPENMETRICS.partition(";")[0] in accepted:
             encode, _ = choose_encoder(UNESCAPED)
             return encode(self.registry), OPENMETRICS
         return generate_latest(self.registry), TEXT

@@ -243,6 +243,8 @@ def test_the_names_that_the_endpoint_picker_and_keda_read(clock, report):
             OPENMETRICS,
         ),  # Prometheus 3
         ("application/openmetrics-text;version=1.0.0;escaping=underscores", OPENMETRICS),
+        ("Application/OpenMetrics-Text; version=none", OPENMETRICS),
+        ("text/plain;version=none,;=,", TEXT),
     ],
 )
 def test_the_accept_header_chooses_the_format_and_never_the_names(metrics, report, accept, content_type):
