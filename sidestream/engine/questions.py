@@ -64,6 +64,8 @@ def stats(loop: EngineLoop) -> dict[str, Any]:
         "kv_tokens_total": scheduler.pool.num_pages * page_size,
         "kv_tokens_free": scheduler.pool.free_pages * page_size,
         "kv_tokens_cached": scheduler.radix.cached_pages * page_size,
+        "kv_tokens_evictable": scheduler.radix.evictable_pages * page_size,
+        "page_size": page_size,
         "steps": scheduler.steps,
         "forward_tokens": scheduler.forward_tokens,
         "retracted": scheduler.retracted,
