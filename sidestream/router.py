@@ -89,7 +89,7 @@ class Router:
             raise dead(self.failure)
 
     def ask(self, what: str, argument: str | None, reply: Reply) -> None:
-        """Put a question to the loop (`engine.loop.QUESTIONS`). `reply` is called once, by whoever receives."""
+        """Put a question to the loop (`engine.questions.ANSWERS`). `reply` is called once, by whoever receives."""
         with self._lock:
             self.check()
             question = Ask(next(self._ids), what, argument)
@@ -113,10 +113,11 @@ class Router:
             self.fail(message.error)
 
     def _route(self, step: StepOutputs) -> None:
-        for key, cached in step.cached_tokens.items():
+        for key, admission in step.admitted.items():
             choice = self.choices.get(key)
             if choice is not None and choice.index == 0:
-                choice.prompt.cached_tokens = cached
+                choice.prompt.cached_tokens = admission.cached_tokens
+                choice.prompt.admitted_at = admission.at
         for key, delta in deltas(step).items():
             choice = self.choices.get(key)
             if choice is None:  # given up
