@@ -1,8 +1,8 @@
-"""Errors as HTTP answers: OpenAI's nested object, whatever went wrong."""
+"""Errors as HTTP answers: OpenAI's nested object, whatever went wrong; Anthropic's on the routes of its API."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -15,6 +15,10 @@ TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate
 RETRY_AFTER = {429: "1", 503: "2"}  # seconds
 CODES = {404: "not_found", 405: "method_not_allowed"}
 
+ErrorShape = Literal["openai", "anthropic"]
+ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+ANTHROPIC_TYPES |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+
 
 class ErrorInfo(msgspec.Struct, kw_only=True):
     message: str
@@ -26,6 +30,20 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
 
 class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorInfo
+
+
+class AnthropicErrorInfo(msgspec.Struct, kw_only=True):
+    type: str
+    message: str
+
+
+class AnthropicErrorAnswer(msgspec.Struct, kw_only=True):
+    type: Literal["error"] = "error"
+    error: AnthropicErrorInfo
+    request_id: str | None = None
+
+
+ERROR_ANSWERS: dict[ErrorShape, type[msgspec.Struct]] = {"openai": ErrorAnswer, "anthropic": AnthropicErrorAnswer}
 
 
 def described(error: BaseException, id: str | None = None) -> tuple[int, ErrorAnswer]:
@@ -50,14 +68,26 @@ def _answer(status: int, message: str, code: str | None, param: str | None = Non
     return ErrorAnswer(error=ErrorInfo(message=message, type=TYPES.get(status, "server_error"), param=param, code=code))
 
 
-def error_response(error: BaseException, id: str | None = None) -> Response:
+def shaped(error: BaseException, id: str | None, shape: ErrorShape) -> tuple[int, msgspec.Struct]:
+    """The status, and the body in the shape of an API."""
     status, answer = described(error, id)
+    if shape == "openai":
+        return status, answer
+    message = answer.error.message
+    if isinstance(error, ContextLengthExceeded):  # clients of this API look for these words
+        message = f"prompt is too long: {message}"
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+    return status, AnthropicErrorAnswer(error=AnthropicErrorInfo(type=kind, message=message), request_id=id)
+
+
+def error_response(error: BaseException, id: str | None = None, shape: ErrorShape = "openai") -> Response:
+    status, answer = shaped(error, id, shape)
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     if isinstance(error, HTTPException) and error.headers:
         headers |= error.headers
     return Response(msgspec.json.encode(answer), status, headers, media_type="application/json")
 
 
-def error_event(error: BaseException, id: str | None = None) -> dict[str, Any]:
+def error_event(error: BaseException, id: str | None = None, shape: ErrorShape = "openai") -> dict[str, Any]:
     """What a stream says last when it fails."""
-    return msgspec.to_builtins(described(error, id)[1])  # type: ignore[no-any-return]
+    return msgspec.to_builtins(shaped(error, id, shape)[1])  # type: ignore[no-any-return]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from sidestream.api.body import read_body
+from sidestream.api.errors import ErrorShape
 
 if TYPE_CHECKING:
     from sidestream.api.service import Service
@@ -47,6 +48,7 @@ class Route:
     streams: bool = False  # may also answer with server-sent events
     admin: bool = False  # changes what others get: needs the admin key, or a loopback address where there is none
     open: bool = False  # needs no key
+    errors: ErrorShape = "openai"
 
     async def run(self, service: Service, request: Request, id: str) -> Response:
         """The answer. A client that leaves while it waits for one cancels the handler, which aborts what it asked the engine."""
