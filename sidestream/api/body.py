@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from sidestream.api.schema import expected_at
 from sidestream.errors import BodyTooLarge, InvalidRequest
 from sidestream.options import did_you_mean, shown, written_size
 
@@ -76,8 +77,11 @@ def _refusal(message: str, kind: type[msgspec.Struct], data: bytes) -> InvalidRe
         return InvalidRequest(param, "is not a field of this request", hint=hint)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
         return InvalidRequest(f"{path}.{missing[1]}" if path else missing[1], "is missing")
+    expected = expected_at(kind, path)
     must = re.sub(r"^Expected `(.*?)`(, got .*)?", r"must be \1", said).replace("| null", "or null")
-    return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}")
+    if expected.values:  # a choice, of which msgspec names only the value it got
+        must = f"must be {'one of ' if len(expected.values) > 1 else ''}{', '.join(expected.values)}"
+    return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}", hint=expected.reason)
 
 
 def _shown_at(data: bytes, path: str) -> str:
@@ -97,4 +101,4 @@ def _shown_at(data: bytes, path: str) -> str:
 def _dotted(path: str) -> str:
     """msgspec's `$.messages[0].content` as OpenAI writes it: `messages.0.content`. `[...]` stands for a key that it does not name."""
     path = path.removeprefix("key in ").removeprefix("$")
-    return re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).strip(".").replace("....", ".*")
+    return re.sub(r"\[(\d+)\]", r".\1", path.replace("[...]", ".*")).strip(".")

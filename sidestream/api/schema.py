@@ -1,0 +1,63 @@
+"""What the schema of a body says about one of its fields: for messages that tell what the field may be, and why not more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, NamedTuple
+
+import msgspec
+
+
+class Expected(NamedTuple):
+    values: tuple[str, ...]  # that the field may have, as JSON writes them; empty where it is not a choice
+    reason: str | None  # why it may have no other than one
+
+
+def expected_at(kind: type[msgspec.Struct], path: str) -> Expected:
+    """Of the field at a path such as `input.0.type`; a path that the schema does not have expects nothing.
+
+    A field that is pinned to one value (null, an empty list, a single word) says in its description why that is so.
+    """
+    schema, defs = _schema(kind)
+    level = [schema]
+    for key in path.split("."):
+        level = [child for each in level for one in _alternatives(each, defs) for child in _children(one, key)]
+    found = [one for each in level for one in _alternatives(each, defs)]
+    others = [one for one in found if one.get("type") != "null"] or found
+    values = tuple(value for one in others for value in _values(one)) if all(map(_values, others)) else ()
+    pinned = len(others) == 1 and (len(values) == 1 or others[0].get("type") == "null" or others[0].get("maxItems") == 0)
+    reason = next((one["description"] for one in (*others, *level) if "description" in one), None)
+    return Expected(values, reason if pinned else None)
+
+
+def _values(schema: dict[str, Any]) -> tuple[str, ...]:
+    """Empty for a type with more than a few values."""
+    if "enum" in schema:
+        return tuple(msgspec.json.encode(value).decode() for value in schema["enum"])
+    return ("true", "false") if schema.get("type") == "boolean" else ()
+
+
+@cache
+def _schema(kind: type[msgspec.Struct]) -> tuple[dict[str, Any], dict[str, Any]]:
+    (schema,), defs = msgspec.json.schema_components([kind], ref_template="{name}")
+    return schema, defs
+
+
+def _alternatives(schema: dict[str, Any], defs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    if "$ref" in schema:
+        yield from _alternatives(defs[schema["$ref"]], defs)
+    elif "anyOf" in schema:
+        for each in schema["anyOf"]:
+            yield from _alternatives(each, defs)
+    else:
+        yield schema
+
+
+def _children(schema: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
+    if key in schema.get("properties", ()):
+        yield schema["properties"][key]
+    elif isinstance(more := schema.get("additionalProperties"), dict):
+        yield more
+    elif key.isdecimal() and isinstance(item := schema.get("items"), dict):
+        yield item
