@@ -54,9 +54,10 @@ def described(error: BaseException, id: str | None = None) -> tuple[int, ErrorAn
         info = _answer(500, f"{type(error).__name__}: {error}", "engine_error")
         info.error.request_id = id
         return 500, info
-    message = str(error).replace("\n", " ")
-    if isinstance(error, ContextLengthExceeded):  # clients look for the sentence
-        message = error.said if error.hint is None else f"{error.said} {error.hint}"
+    message = error.said if isinstance(error, ContextLengthExceeded) else error.message  # clients look for its sentence
+    if error.hint is not None:
+        message += f"{'' if message.endswith('.') else '.'} {error.hint}"
+    message = message.replace("\n", " ")
     status = 404 if isinstance(error, ModelError) else error.status
     answer = _answer(status, message, error.code, getattr(error, "param", None))
     if status >= 500 and not isinstance(error, Unavailable):

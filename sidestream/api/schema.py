@@ -26,16 +26,17 @@ def expected_at(kind: type[msgspec.Struct], path: str) -> Expected:
     found = [one for each in level for one in _alternatives(each, defs)]
     others = [one for one in found if one.get("type") != "null"] or found
     values = tuple(value for one in others for value in _values(one)) if all(map(_values, others)) else ()
-    pinned = len(others) == 1 and (len(values) == 1 or others[0].get("type") == "null" or others[0].get("maxItems") == 0)
     reason = next((one["description"] for one in (*others, *level) if "description" in one), None)
-    return Expected(values, reason if pinned else None)
+    return Expected(values, reason if len(values) == 1 else None)
 
 
 def _values(schema: dict[str, Any]) -> tuple[str, ...]:
     """Empty for a type with more than a few values."""
     if "enum" in schema:
         return tuple(msgspec.json.encode(value).decode() for value in schema["enum"])
-    return ("true", "false") if schema.get("type") == "boolean" else ()
+    if schema.get("maxItems") == 0:
+        return ("[]",)
+    return {"boolean": ("true", "false"), "null": ("null",)}.get(schema.get("type", ""), ())
 
 
 @cache

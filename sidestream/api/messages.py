@@ -1,0 +1,285 @@
+"""`POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API for text. What is not done here is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any, Literal, cast
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+from starlette.responses import Response
+
+from sidestream.api.dialect import DialectBody, Extras, Ignored, Wanted, by_our_names, encode_conversation, parts_of
+from sidestream.api.errors import error_event
+from sidestream.api.fields import params_of
+from sidestream.api.generation import Generation
+from sidestream.api.route import Call, Route
+from sidestream.api.sse import EventStream, event, json_response
+from sidestream.errors import SidestreamError
+from sidestream.output import Output
+
+TEXT_ONLY = "Images, documents, tools and thinking are not supported."
+NO_TOOLS = "Tools are not supported yet."
+PING = event({"type": "ping"}, "ping")
+
+
+# What comes in
+
+
+class CacheControl(Struct):
+    type: Literal["ephemeral"] = "ephemeral"
+
+
+class TextBlock(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Annotated[Literal["text"], Meta(description=TEXT_ONLY)]
+    text: str
+    cache_control: Annotated[CacheControl, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
+    citations: Annotated[None, Meta(description="There are no citations here.")] = None
+
+
+Content = str | Annotated[list[TextBlock], Meta(min_length=1)]
+
+
+class MessageParam(Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: Content
+
+
+class ToolChoice(Struct):
+    type: Annotated[Literal["auto", "none"], Meta(description="Without tools both are the same.")]
+
+
+class Thinking(Struct):
+    type: Annotated[Literal["disabled"], Meta(description="Thinking is not supported yet.")]
+
+
+Messages = Annotated[
+    list[MessageParam],
+    Meta(min_length=1, description="The conversation. Where an assistant has the last word, the answer goes on with it."),
+]
+System = Annotated[Content, Meta(description="A system message that goes before the conversation.")]
+Tools = Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)]
+
+
+class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
+    messages: Messages
+    max_tokens: Annotated[int, Meta(ge=0, description="Most tokens to produce; the context length bounds it too.")]
+    system: System | None = None
+    stop_sequences: Annotated[list[str], Meta(description="End when one of these texts appears; the text is cut before it.")] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: Annotated[None, Meta(description="Structured output and effort are not supported yet.")] = None
+    container: Annotated[None, Meta(description=NO_TOOLS)] = None
+    mcp_servers: Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)] | None = None
+    context_management: Annotated[None, Meta(description="A conversation is never cut or summarised.")] = None
+    metadata: Annotated[dict[str, Any], Meta(description="Accepted; changes nothing here.")] | None = None
+    cache_control: Annotated[CacheControl, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
+    service_tier: Ignored = None
+    speed: Ignored = None
+
+
+class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
+    messages: Messages
+    model: Annotated[str, Meta(description="A name that /v1/models lists; none is this server's model.")] | None = None
+    system: System | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: Annotated[None, Meta(description="Structured output and effort are not supported yet.")] = None
+    cache_control: Annotated[CacheControl, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
+    speed: Ignored = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
+
+
+# What goes out
+
+
+class AnswerBlock(Struct, kw_only=True):
+    type: Literal["text"] = "text"
+    text: str
+    citations: None = None
+
+
+class MessageUsage(Struct, kw_only=True):
+    """All of the prompt is `input_tokens` and `cache_read_input_tokens` together."""
+
+    input_tokens: int
+    output_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int = 0
+
+
+class Message(Struct, kw_only=True):
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"] | None = None
+    stop_sequence: str | None = None
+    usage: MessageUsage
+    token_logprobs: Any | UnsetType = UNSET
+    hidden_states: Any | UnsetType = UNSET
+
+
+class TextDelta(Struct):
+    text: str
+    type: Literal["text_delta"] = "text_delta"
+
+
+class ContentBlockDelta(Struct, kw_only=True):
+    type: Literal["content_block_delta"] = "content_block_delta"
+    index: int = 0
+    delta: TextDelta
+    token_logprobs: Any | UnsetType = UNSET
+    hidden_states: Any | UnsetType = UNSET
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+async def create_message(call: Call[MessagesBody]) -> Response:
+    body, service = call.body, call.service
+    model = service.check_model(body.model)
+    sampling, outputs = params_of(body, by_our_names(body, {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}))
+    wanted = Wanted.of(body, outputs)
+    ids = await _encode(call)
+    generation = Generation(call, [ids], sampling, outputs, operation="chat")
+    answering = _Answering(call, model, wanted)
+    if body.stream:
+        generation.open()
+        return EventStream(answering.events(generation), id=call.id)
+    (output,) = await generation.answers()
+    return cast(Response, wanted.response(await answering.message(output), output.hidden_states))
+
+
+async def count_tokens(call: Call[CountBody]) -> Response:
+    call.service.check_model(call.body.model)
+    return json_response(TokenCount(len(await _encode(call))))
+
+
+async def _encode(call: Call[Any]) -> list[int]:
+    """Token ids of the conversation. An answer that was begun is continued."""
+    body: MessagesBody | CountBody = call.body
+    messages = _joined([*([] if body.system is None else [MessageParam(role="system", content=body.system)]), *body.messages])
+    begun = messages[-1]["role"] == "assistant"
+    template = {"add_generation_prompt": not begun, "continue_final_message": begun, **(body.chat_template_kwargs or {})}
+    return await encode_conversation(call.service, messages, "messages", **template)
+
+
+def _joined(messages: Sequence[MessageParam]) -> list[dict[str, Any]]:
+    """As chat templates know them: messages of one role that follow each other are one, as in this API."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        parts = parts_of(message.content)
+        if joined and joined[-1]["role"] == message.role:
+            joined[-1]["content"] += parts
+        else:
+            joined.append({"role": message.role, "content": parts})
+    return joined
+
+
+class Aborted(SidestreamError):
+    status = 499
+    code = "aborted"
+
+
+class _Answering:
+    """The answer to one request, whole or as events."""
+
+    def __init__(self, call: Call[MessagesBody], model: str, wanted: Wanted) -> None:
+        self._id = call.id
+        self._model = model
+        self._max_tokens = call.body.max_tokens
+        self._wanted = wanted
+
+    async def message(self, output: Output) -> Message:
+        reason, sequence = self._ending(output)
+        extras = await self._wanted.extras(output, logprobs=True)
+        return self._message(output, [AnswerBlock(text=output.text)], reason, sequence, extras)
+
+    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
+        """The stream. It begins with the first token: only then it is known what the cache had."""
+        latest: Output | None = None
+        try:
+            async with aclosing(cast(Any, generation.parts())) as parts:
+                async for _, part in parts:
+                    begun = b"" if latest is not None else self._beginning(part)
+                    latest = part
+                    yield begun + await self._delta(part)
+            assert latest is not None
+            reason, sequence = self._ending(latest)
+        except Exception as error:
+            yield event(error_event(error, self._id, "anthropic"), "error")
+            return
+        yield event({"type": "content_block_stop", "index": 0}, "content_block_stop")
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield event({"type": "message_delta", "delta": delta, "usage": _usage(latest)}, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
+
+    def _beginning(self, part: Output) -> bytes:
+        message = self._message(part, [], None, None, Extras())
+        message.usage.output_tokens = 0
+        start = {"type": "content_block_start", "index": 0, "content_block": AnswerBlock(text="")}
+        return event({"type": "message_start", "message": message}, "message_start") + event(start, "content_block_start") + PING
+
+    async def _delta(self, part: Output) -> bytes:
+        """Our extras stand beside the text they belong to."""
+        extras = await self._wanted.extras(part, logprobs=True, streamed=True)
+        if not part.text and not extras:
+            return b""
+        delta = ContentBlockDelta(delta=TextDelta(part.text), **msgspec.structs.asdict(extras))
+        return event(delta, delta.type)
+
+    def _message(self, output: Output, content: list[AnswerBlock], reason: Any, sequence: str | None, extras: Extras) -> Message:
+        return Message(
+            id=f"msg_{self._id}",
+            model=self._model,
+            content=content,
+            stop_reason=reason,
+            stop_sequence=sequence,
+            usage=_usage(output),
+            token_logprobs=extras.token_logprobs,
+            hidden_states=extras.hidden_states,
+        )
+
+    def _ending(self, output: Output) -> tuple[str, str | None]:
+        """The reason and the stop string, in this API's words. Raises Aborted, for which it has none."""
+        if output.finish_reason == "abort":
+            raise Aborted(f"the request was aborted after {output.completion_tokens} tokens")
+        if output.finish_reason == "length":
+            return "max_tokens" if output.completion_tokens >= self._max_tokens else "model_context_window_exceeded", None
+        if isinstance(output.matched_stop, str):
+            return "stop_sequence", output.matched_stop
+        return "end_turn", None
+
+
+def _usage(output: Output) -> MessageUsage:
+    cached = output.cached_tokens
+    return MessageUsage(input_tokens=output.prompt_tokens - cached, output_tokens=output.completion_tokens, cache_read_input_tokens=cached)
+
+
+MESSAGES = (
+    Route(
+        "POST",
+        "/v1/messages",
+        create_message,
+        "Answer in Anthropic's Messages API",
+        body=MessagesBody,
+        answer=Message,
+        streams=True,
+        errors="anthropic",
+    ),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a conversation",
+        body=CountBody,
+        answer=TokenCount,
+        errors="anthropic",
+    ),
+)
