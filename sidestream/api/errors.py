@@ -37,8 +37,7 @@ class AnthropicErrorInfo(msgspec.Struct, kw_only=True):
     message: str
 
 
-class AnthropicErrorAnswer(msgspec.Struct, kw_only=True):
-    type: Literal["error"] = "error"
+class AnthropicErrorAnswer(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
     error: AnthropicErrorInfo
     request_id: str | None = None
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
 from sidestream.api.dialect import DialectBody, Extras, Ignored, Wanted, by_our_names, encode_conversation, parts_of
-from sidestream.api.errors import error_event
+from sidestream.api.errors import AnthropicErrorAnswer, error_event
 from sidestream.api.fields import params_of
 from sidestream.api.generation import Generation
 from sidestream.api.route import Call, Route
@@ -21,7 +21,6 @@ from sidestream.output import Output
 
 TEXT_ONLY = "Images, documents, tools and thinking are not supported."
 NO_TOOLS = "Tools are not supported yet."
-PING = event({"type": "ping"}, "ping")
 
 
 # What comes in
@@ -111,17 +110,40 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
 
 
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
+
+
 class Message(Struct, kw_only=True):
     id: str
     type: Literal["message"] = "message"
     role: Literal["assistant"] = "assistant"
     model: str
     content: list[AnswerBlock]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"] | None = None
+    stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
     token_logprobs: Any | UnsetType = UNSET
     hidden_states: Any | UnsetType = UNSET
+
+
+class TokenCount(Struct):
+    input_tokens: int
+
+
+# Events
+
+
+class MessageStart(Struct, tag_field="type", tag="message_start"):
+    message: Message
+
+
+class ContentBlockStart(Struct, kw_only=True, tag_field="type", tag="content_block_start"):
+    index: int = 0
+    content_block: AnswerBlock
+
+
+class Ping(Struct, tag_field="type", tag="ping"):
+    pass
 
 
 class TextDelta(Struct):
@@ -129,16 +151,37 @@ class TextDelta(Struct):
     type: Literal["text_delta"] = "text_delta"
 
 
-class ContentBlockDelta(Struct, kw_only=True):
-    type: Literal["content_block_delta"] = "content_block_delta"
+class ContentBlockDelta(Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
     index: int = 0
     delta: TextDelta
     token_logprobs: Any | UnsetType = UNSET
     hidden_states: Any | UnsetType = UNSET
 
 
-class TokenCount(Struct):
-    input_tokens: int
+class ContentBlockStop(Struct, tag_field="type", tag="content_block_stop"):
+    index: int = 0
+
+
+class Ending(Struct):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, tag_field="type", tag="message_delta"):
+    delta: Ending
+    usage: MessageUsage
+
+
+class MessageStop(Struct, tag_field="type", tag="message_stop"):
+    pass
+
+
+Event = MessageStart | ContentBlockStart | Ping | ContentBlockDelta | ContentBlockStop | MessageDelta | MessageStop
+Events = Event | AnthropicErrorAnswer
+
+
+def _event(value: Event) -> bytes:
+    return event(value, str(value.__struct_config__.tag))
 
 
 async def create_message(call: Call[MessagesBody]) -> Response:
@@ -197,9 +240,9 @@ class _Answering:
         self._wanted = wanted
 
     async def message(self, output: Output) -> Message:
-        reason, sequence = self._ending(output)
+        ending = self._ending(output)
         extras = await self._wanted.extras(output, logprobs=True)
-        return self._message(output, [AnswerBlock(text=output.text)], reason, sequence, extras)
+        return self._message(output, [AnswerBlock(text=output.text)], ending, extras)
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The stream. It begins with the first token: only then it is known what the cache had."""
@@ -211,50 +254,45 @@ class _Answering:
                     latest = part
                     yield begun + await self._delta(part)
             assert latest is not None
-            reason, sequence = self._ending(latest)
+            ending = self._ending(latest)
         except Exception as error:
             yield event(error_event(error, self._id, "anthropic"), "error")
             return
-        yield event({"type": "content_block_stop", "index": 0}, "content_block_stop")
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
-        yield event({"type": "message_delta", "delta": delta, "usage": _usage(latest)}, "message_delta")
-        yield event({"type": "message_stop"}, "message_stop")
+        yield _event(ContentBlockStop()) + _event(MessageDelta(ending, _usage(latest))) + _event(MessageStop())
 
     def _beginning(self, part: Output) -> bytes:
-        message = self._message(part, [], None, None, Extras())
+        message = self._message(part, [], None, Extras())
         message.usage.output_tokens = 0
-        start = {"type": "content_block_start", "index": 0, "content_block": AnswerBlock(text="")}
-        return event({"type": "message_start", "message": message}, "message_start") + event(start, "content_block_start") + PING
+        return _event(MessageStart(message)) + _event(ContentBlockStart(content_block=AnswerBlock(text=""))) + _event(Ping())
 
     async def _delta(self, part: Output) -> bytes:
         """Our extras stand beside the text they belong to."""
         extras = await self._wanted.extras(part, logprobs=True, streamed=True)
         if not part.text and not extras:
             return b""
-        delta = ContentBlockDelta(delta=TextDelta(part.text), **msgspec.structs.asdict(extras))
-        return event(delta, delta.type)
+        return _event(ContentBlockDelta(delta=TextDelta(part.text), **msgspec.structs.asdict(extras)))
 
-    def _message(self, output: Output, content: list[AnswerBlock], reason: Any, sequence: str | None, extras: Extras) -> Message:
+    def _message(self, output: Output, content: list[AnswerBlock], ending: Ending | None, extras: Extras) -> Message:
         return Message(
             id=f"msg_{self._id}",
             model=self._model,
             content=content,
-            stop_reason=reason,
-            stop_sequence=sequence,
+            stop_reason=None if ending is None else ending.stop_reason,
+            stop_sequence=None if ending is None else ending.stop_sequence,
             usage=_usage(output),
             token_logprobs=extras.token_logprobs,
             hidden_states=extras.hidden_states,
         )
 
-    def _ending(self, output: Output) -> tuple[str, str | None]:
-        """The reason and the stop string, in this API's words. Raises Aborted, for which it has none."""
+    def _ending(self, output: Output) -> Ending:
+        """Raises Aborted, for which this API has no word."""
         if output.finish_reason == "abort":
             raise Aborted(f"the request was aborted after {output.completion_tokens} tokens")
         if output.finish_reason == "length":
-            return "max_tokens" if output.completion_tokens >= self._max_tokens else "model_context_window_exceeded", None
+            return Ending("max_tokens" if output.completion_tokens >= self._max_tokens else "model_context_window_exceeded", None)
         if isinstance(output.matched_stop, str):
-            return "stop_sequence", output.matched_stop
-        return "end_turn", None
+            return Ending("stop_sequence", output.matched_stop)
+        return Ending("end_turn", None)
 
 
 def _usage(output: Output) -> MessageUsage:
@@ -271,6 +309,7 @@ MESSAGES = (
         body=MessagesBody,
         answer=Message,
         streams=True,
+        events=Events,
         errors="anthropic",
     ),
     Route(
@@ -280,6 +319,7 @@ MESSAGES = (
         "Count the tokens of a conversation",
         body=CountBody,
         answer=TokenCount,
+        queues=False,
         errors="anthropic",
     ),
 )

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from itertools import count
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from starlette.responses import Response as HTTPResponse
 
+from sidestream.api import response_shapes as shapes
 from sidestream.api.dialect import DialectBody, Extras, Ignored, Wanted, by_our_names, encode_conversation, parts_of
 from sidestream.api.errors import described
 from sidestream.api.fields import params_of
 from sidestream.api.generation import Generation
+from sidestream.api.response_shapes import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    Response,
+    ResponseError,
+    ResponseUsage,
+)
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import EventStream, event
 from sidestream.api.token_logprobs import TokenLogprob, token_logprobs
@@ -36,9 +48,6 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-
-
-# What comes in
 
 
 class InputPart(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -110,82 +119,6 @@ class ResponsesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
     service_tier: Ignored = None
 
 
-# What goes out
-
-
-class OutputText(Struct, kw_only=True):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[TokenLogprob] = []
-
-
-class OutputMessage(Struct, kw_only=True):
-    id: str
-    type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-    matched_stop: Annotated[str | int, Meta(description="The stop string or token id that ended it.")] | UnsetType | None = UNSET
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
-
-
-class InputTokensDetails(Struct):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(Struct):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(Struct):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(Struct):
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ResponseError(Struct):
-    message: str
-    code: Literal["server_error"] = "server_error"
-
-
-class Response(Struct, kw_only=True):
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"] = "in_progress"
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    model: str
-    output: list[OutputMessage] = []
-    usage: ResponseUsage | None = None
-    temperature: float
-    top_p: float
-    top_logprobs: int
-    metadata: dict[str, str]
-    user: str | None
-    text: dict[str, Any] = msgspec.field(default_factory=lambda: {"format": {"type": "text"}})
-    truncation: Literal["disabled"] = "disabled"
-    tools: list[Any] = []
-    tool_choice: Literal["auto", "none"] = "auto"
-    parallel_tool_calls: bool = True
-    previous_response_id: None = None
-    background: bool = False
-    store: bool = False
-    service_tier: Literal["default"] = "default"
-
-
 async def create_response(call: Call[ResponsesBody]) -> HTTPResponse:
     body, service = call.body, call.service
     model = service.check_model(body.model)
@@ -253,11 +186,10 @@ class _Answering:
 
     async def events(self, generation: Generation) -> AsyncIterator[bytes]:
         """The stream: its last event has the whole answer but for our extras, which went out with the text they belong to."""
-        events = _Events(f"msg_{self._id}")
-        yield events.response("response.created", self._response)
-        yield events.response("response.in_progress", self._response)
-        yield events.item("response.output_item.added", OutputMessage(id=events.item_id, status="in_progress", content=[]))
-        yield events.part("response.content_part.added", self._text("", []))
+        send, item_id = _numbered(), f"msg_{self._id}"
+        yield send(shapes.Created, response=self._response) + send(shapes.InProgress, response=self._response)
+        begun = OutputMessage(id=item_id, status="in_progress", content=[])
+        yield send(shapes.ItemAdded, item=begun) + send(shapes.PartAdded, item_id=item_id, part=self._text("", []))
         text, logprobs = "", list[TokenLogprob]()
         latest: Output | None = None
         try:
@@ -268,17 +200,18 @@ class _Answering:
                     text += latest.text
                     logprobs += entries
                     if latest.text or entries or extras:
-                        yield events.delta(latest.text, entries, extras)
+                        beside = msgspec.structs.asdict(extras)
+                        yield send(shapes.TextDelta, item_id=item_id, delta=latest.text, logprobs=entries, **beside)
         except Exception as error:
-            yield events.response("response.failed", self._failed(error, latest, text))
+            yield send(shapes.Failed, response=self._failed(error, latest, text))
             return
         assert latest is not None
-        part = self._text(text, logprobs)
-        ended = self._ended(latest, part, Extras())
-        yield events.done(part)
-        yield events.part("response.content_part.done", part)
-        yield events.item("response.output_item.done", ended.output[0])
-        yield events.response("response.completed" if ended.status == "completed" else "response.incomplete", ended)
+        ended = self._ended(latest, self._text(text, logprobs), Extras())
+        part = ended.output[0].content[0]
+        yield send(shapes.TextDone, item_id=item_id, text=text, logprobs=part.logprobs)
+        yield send(shapes.PartDone, item_id=item_id, part=part)
+        yield send(shapes.ItemDone, item=ended.output[0])
+        yield send(shapes.Completed if ended.status == "completed" else shapes.Incomplete, response=ended)
 
     def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> OutputText:
         return OutputText(text=text, logprobs=list(logprobs))
@@ -312,55 +245,14 @@ class _Answering:
         return msgspec.structs.replace(self._response, status="failed", error=ResponseError(said), output=[output], usage=usage)
 
 
-class TextDelta(Struct, kw_only=True):
-    type: Literal["response.output_text.delta"] = "response.output_text.delta"
-    sequence_number: int
-    item_id: str
-    output_index: int = 0
-    content_index: int = 0
-    delta: str
-    logprobs: Sequence[TokenLogprob]
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
+def _numbered() -> Callable[..., bytes]:
+    """Makes events, each with the next number."""
+    numbers = count()
 
+    def send(kind: type[shapes.Event], **content: Any) -> bytes:
+        return event(kind(sequence_number=next(numbers), **content), str(kind.__struct_config__.tag))
 
-class _Events:
-    """Each event has a type and the next number."""
-
-    def __init__(self, item_id: str) -> None:
-        self.item_id = item_id
-        self._next = 0
-
-    def response(self, type: str, response: Response) -> bytes:
-        return self._event(type, response=response)
-
-    def item(self, type: str, item: OutputMessage) -> bytes:
-        return self._event(type, output_index=0, item=item)
-
-    def part(self, type: str, part: OutputText) -> bytes:
-        return self._event(type, item_id=self.item_id, output_index=0, content_index=0, part=part)
-
-    def done(self, part: OutputText) -> bytes:
-        where = {"item_id": self.item_id, "output_index": 0, "content_index": 0}
-        return self._event("response.output_text.done", **where, text=part.text, logprobs=part.logprobs)
-
-    def delta(self, text: str, logprobs: Sequence[TokenLogprob], extras: Extras) -> bytes:
-        made = TextDelta(
-            sequence_number=self._number(),
-            item_id=self.item_id,
-            delta=text,
-            logprobs=logprobs,
-            token_logprobs=extras.token_logprobs,
-            hidden_states=extras.hidden_states,
-        )
-        return event(made, made.type)
-
-    def _event(self, type: str, **content: Any) -> bytes:
-        return event({"type": type, "sequence_number": self._number(), **content}, type)
-
-    def _number(self) -> int:
-        self._next += 1
-        return self._next - 1
+    return send
 
 
 def _usage(output: Output) -> ResponseUsage:
@@ -369,5 +261,14 @@ def _usage(output: Output) -> ResponseUsage:
 
 
 RESPONSES = (
-    Route("POST", "/v1/responses", create_response, "Answer in OpenAI's Responses API", body=ResponsesBody, answer=Response, streams=True),
+    Route(
+        "POST",
+        "/v1/responses",
+        create_response,
+        "Answer in OpenAI's Responses API",
+        body=ResponsesBody,
+        answer=Response,
+        streams=True,
+        events=shapes.Events,
+    ),
 )
