@@ -63,7 +63,7 @@ Tools = Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)]
 
 class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
     messages: Messages
-    max_tokens: Annotated[int, Meta(ge=0, description="Most tokens to produce; the context length bounds it too.")]
+    max_tokens: Annotated[int, Meta(ge=0, examples=[64], description="Most tokens to produce; the context length bounds it too.")]
     system: System | None = None
     stop_sequences: Annotated[list[str], Meta(description="End when one of these texts appears; the text is cut before it.")] | None = None
     tools: Tools | None = None

@@ -119,12 +119,13 @@ def _operation(route: Route, path: str, schemas: dict[Any, Any]) -> dict[str, An
     operation: dict[str, Any] = {
         "tags": [_tag(route).name],
         "operationId": f"{route.method.lower()}{re.sub('[^a-zA-Z0-9]+', '_', _template(path)).rstrip('_')}",
-        "summary": route.summary if path == route.path else f"As {route.path}",
+        "summary": route.summary,
         "responses": dict(sorted(_responses(route, path, schemas).items())),
         "security": [] if route.open else [{}, {"bearer": []}, {"x-api-key": []}],
     }
-    names = re.findall(r"{(\w+)}", _template(path))
-    if names:
+    if path != route.path:
+        operation["x-alias-of"] = _template(route.path)
+    if names := re.findall(r"{(\w+)}", _template(path)):
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[route.body]}}}

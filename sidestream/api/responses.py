@@ -88,7 +88,10 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class ResponsesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
-    input: Annotated[str | Annotated[list[InputMessage], Meta(min_length=1)], Meta(description="A user's message, or the conversation.")]
+    input: Annotated[
+        str | Annotated[list[InputMessage], Meta(min_length=1)],
+        Meta(description="A user's message, or the conversation.", examples=["Name three fruits."]),
+    ]
     instructions: Annotated[str, Meta(description="A system message that goes before the input.")] | None = None
     max_output_tokens: Annotated[int, Meta(ge=0, description="Most tokens to produce; without it the context's length is the limit.")] | (
         None
