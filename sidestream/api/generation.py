@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sidestream.api.route import Call
@@ -32,7 +33,8 @@ class Generation:
         self.ids = ids
         self._sampling = sampling
         self._outputs = outputs
-        self._rid: Any = rid if rid is not None else call.id if len(ids) == 1 else [f"{call.id}-{place}" for place in range(len(ids))]
+        # A client may use one X-Request-Id for several requests at a time.
+        self._rid: Any = rid if rid is not None else [f"{call.id}-{secrets.token_hex(4)}" for _ in ids]
         self._engine = self.service.engine
         check_ceiling(self.service.config.hidden_states, outputs)
         self._started = time.monotonic()
@@ -76,7 +78,7 @@ class Generation:
             outputs += await self._answer(self.ids[group], sampling[group], rids[group], spread, wait=first > 0)
         return outputs
 
-    async def parts(self) -> AsyncIterator[tuple[int, Output]]:
+    async def parts(self) -> AsyncGenerator[tuple[int, Output], None]:
         """`(which prompt, part)`, in the order of coming. Closing it early aborts what is not finished.
 
         Queued before the first part is awaited: call `open` first where an error must still become a status.

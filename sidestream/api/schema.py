@@ -19,23 +19,36 @@ def expected_at(kind: type[msgspec.Struct], path: str) -> Expected:
 
     A field that is pinned to one value (null, an empty list, a single word) says in its description why that is so.
     """
-    schema, defs = _schema(kind)
-    level = [schema]
-    for key in path.split("."):
-        level = [child for each in level for one in _alternatives(each, defs) for child in _children(one, key)]
-    found = [one for each in level for one in _alternatives(each, defs)]
+    level, found = _at(kind, path)
     others = [one for one in found if one.get("type") != "null"] or found
-    values = tuple(value for one in others for value in _values(one)) if all(map(_values, others)) else ()
+    choices = [_values(one, _schema(kind)[1]) for one in others]
+    values = tuple(value for each in choices for value in each) if all(choices) else ()
     reason = next((one["description"] for one in (*others, *level) if "description" in one), None)
     return Expected(values, reason if len(values) == 1 else None)
 
 
-def _values(schema: dict[str, Any]) -> tuple[str, ...]:
+def fields_at(kind: type[msgspec.Struct], path: str) -> tuple[str, ...]:
+    """The fields of the object at a path, of the body itself at an empty one; none for what is no object."""
+    return tuple(name for one in _at(kind, path)[1] for name in one.get("properties", ()))
+
+
+def _at(kind: type[msgspec.Struct], path: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The schemas at a path as they are written, and the alternatives that they stand for."""
+    schema, defs = _schema(kind)
+    level = [schema]
+    for key in path.split(".") if path else ():
+        level = [child for each in level for one in _alternatives(each, defs) for child in _children(one, key)]
+    return level, [one for each in level for one in _alternatives(each, defs)]
+
+
+def _values(schema: dict[str, Any], defs: dict[str, Any]) -> tuple[str, ...]:
     """Empty for a type with more than a few values."""
     if "enum" in schema:
         return tuple(msgspec.json.encode(value).decode() for value in schema["enum"])
     if schema.get("maxItems") == 0:
         return ("[]",)
+    if schema.get("type") == "array" and all(_values(each, defs) for each in _alternatives(schema.get("items", {}), defs)):
+        return ("a list of such",)
     return {"boolean": ("true", "false"), "null": ("null",)}.get(schema.get("type", ""), ())
 
 

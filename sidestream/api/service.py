@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
 from sidestream.async_client import AsyncEngine
@@ -14,6 +14,13 @@ from sidestream.observe.tracing import Tracing
 
 State = Literal["loading", "ok", "draining", "stalled", "failed"]
 STALL_SECONDS = 30.0  # without a word of an engine that has work: the longest step is a chunk of prefill
+
+
+class Weights(NamedTuple):
+    """What the model's numbers are: they may be replaced while the server runs."""
+
+    path: str
+    version: str
 
 
 class Service:
@@ -28,6 +35,7 @@ class Service:
         self.loaded = False
         self.draining = False
         self.failure: str | None = None
+        self.weights = Weights(engine.config.model, "default")
         self._engine = engine
 
     @property
