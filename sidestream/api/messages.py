@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.responses import Response
 
-from sidestream.api.dialect import DialectBody, Extras, Ignored, Wanted, by_our_names, encode_conversation, parts_of
+from sidestream.api.dialect import (
+    DialectBody,
+    Exchange,
+    Ignored,
+    Model,
+    TemplateVariables,
+    asked_for,
+    encode_conversation,
+    parts_of,
+)
 from sidestream.api.errors import AnthropicErrorAnswer, error_event
-from sidestream.api.fields import params_of
-from sidestream.api.generation import Generation
+from sidestream.api.logprobs import ChatLogprobs
+from sidestream.api.openai import check_not_aborted
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import EventStream, event, json_response
-from sidestream.errors import SidestreamError
 from sidestream.output import Output
 
+SYNONYMS = {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
 TEXT_ONLY = "Images, documents, tools and thinking are not supported."
 NO_TOOLS = "Tools are not supported yet."
 
@@ -81,7 +89,7 @@ class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
 
 class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Messages
-    model: Annotated[str, Meta(description="A name that /v1/models lists; none is this server's model.")] | None = None
+    model: Model | None = None
     system: System | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -89,7 +97,7 @@ class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: Annotated[None, Meta(description="Structured output and effort are not supported yet.")] = None
     cache_control: Annotated[CacheControl, Meta(description="Accepted; prefixes are cached anyway.")] | None = None
     speed: Ignored = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
 
 
 # What goes out
@@ -110,6 +118,8 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
 
 
+Logprobs = Annotated[ChatLogprobs | dict[str, Any], Meta(description="As chat completions have them; or all lists, with the flat format.")]
+HiddenStates = Annotated[Any, Meta(description="In the form that hidden_states_format says.")]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
 
 
@@ -122,8 +132,8 @@ class Message(Struct, kw_only=True):
     stop_reason: StopReason | None = None
     stop_sequence: str | None = None
     usage: MessageUsage
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
+    logprobs: Logprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class TokenCount(Struct):
@@ -154,8 +164,8 @@ class TextDelta(Struct):
 class ContentBlockDelta(Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
     index: int = 0
     delta: TextDelta
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
+    logprobs: Logprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class ContentBlockStop(Struct, tag_field="type", tag="content_block_stop"):
@@ -185,18 +195,11 @@ def _event(value: Event) -> bytes:
 
 
 async def create_message(call: Call[MessagesBody]) -> Response:
-    body, service = call.body, call.service
-    model = service.check_model(body.model)
-    sampling, outputs = params_of(body, by_our_names(body, {"max_tokens": "max_new_tokens", "stop_sequences": "stop"}))
-    wanted = Wanted.of(body, outputs)
-    ids = await _encode(call)
-    generation = Generation(call, [ids], sampling, outputs, operation="chat")
-    answering = _Answering(call, model, wanted)
-    if body.stream:
-        generation.open()
-        return EventStream(answering.events(generation), id=call.id)
-    (output,) = await generation.answers()
-    return cast(Response, wanted.response(await answering.message(output), output.hidden_states))
+    body, engine = call.body, call.service.engine
+    call.service.check_model(body.model)
+    asked = asked_for(body, SYNONYMS, context=engine.context_length)
+    answering = _Answering(Exchange(call, await _encode(call), asked, param="messages", prefix="msg"), body.max_tokens)
+    return answering.stream() if body.stream else await answering.answer()
 
 
 async def count_tokens(call: Call[CountBody]) -> Response:
@@ -209,8 +212,8 @@ async def _encode(call: Call[Any]) -> list[int]:
     body: MessagesBody | CountBody = call.body
     messages = _joined([*([] if body.system is None else [MessageParam(role="system", content=body.system)]), *body.messages])
     begun = messages[-1]["role"] == "assistant"
-    template = {"add_generation_prompt": not begun, "continue_final_message": begun, **(body.chat_template_kwargs or {})}
-    return await encode_conversation(call.service, messages, "messages", **template)
+    template = {"add_generation_prompt": not begun, "continue_final_message": begun}
+    return await encode_conversation(call.service.engine, messages, "messages", body.chat_template_kwargs, **template)
 
 
 def _joined(messages: Sequence[MessageParam]) -> list[dict[str, Any]]:
@@ -225,69 +228,69 @@ def _joined(messages: Sequence[MessageParam]) -> list[dict[str, Any]]:
     return joined
 
 
-class Aborted(SidestreamError):
-    status = 499
-    code = "aborted"
-
-
 class _Answering:
     """The answer to one request, whole or as events."""
 
-    def __init__(self, call: Call[MessagesBody], model: str, wanted: Wanted) -> None:
-        self._id = call.id
-        self._model = model
-        self._max_tokens = call.body.max_tokens
-        self._wanted = wanted
+    def __init__(self, exchange: Exchange, max_tokens: int) -> None:
+        self._exchange = exchange
+        self._max_tokens = max_tokens
 
-    async def message(self, output: Output) -> Message:
+    async def answer(self) -> Response:
+        output = await self._exchange.answer()
         ending = self._ending(output)
-        extras = await self._wanted.extras(output, logprobs=True)
-        return self._message(output, [AnswerBlock(text=output.text)], ending, extras)
+        extras = await self._extras(output, streamed=False)
+        return self._exchange.respond(self._message(output, [AnswerBlock(text=output.text)], ending, extras))
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The stream. It begins with the first token: only then it is known what the cache had."""
+    def stream(self) -> Response:
+        self._exchange.open()
+        return EventStream(self._events(), id=self._exchange.request_id)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """They begin with the first token: only then it is known what the cache had."""
         latest: Output | None = None
         try:
-            async with aclosing(cast(Any, generation.parts())) as parts:
-                async for _, part in parts:
+            async with aclosing(self._exchange.parts()) as parts:
+                async for part in parts:
                     begun = b"" if latest is not None else self._beginning(part)
                     latest = part
                     yield begun + await self._delta(part)
             assert latest is not None
             ending = self._ending(latest)
         except Exception as error:
-            yield event(error_event(error, self._id, "anthropic"), "error")
+            yield event(error_event(error, self._exchange.request_id, "anthropic"), "error")
             return
         yield _event(ContentBlockStop()) + _event(MessageDelta(ending, _usage(latest))) + _event(MessageStop())
 
     def _beginning(self, part: Output) -> bytes:
-        message = self._message(part, [], None, Extras())
+        message = self._message(part, [], None, {})
         message.usage.output_tokens = 0
         return _event(MessageStart(message)) + _event(ContentBlockStart(content_block=AnswerBlock(text=""))) + _event(Ping())
 
     async def _delta(self, part: Output) -> bytes:
-        """Our extras stand beside the text they belong to."""
-        extras = await self._wanted.extras(part, logprobs=True, streamed=True)
-        if not part.text and not extras:
-            return b""
-        return _event(ContentBlockDelta(delta=TextDelta(part.text), **msgspec.structs.asdict(extras)))
+        extras = await self._extras(part, streamed=True)
+        return _event(ContentBlockDelta(delta=TextDelta(part.text), **extras)) if part.text or extras else b""
 
-    def _message(self, output: Output, content: list[AnswerBlock], ending: Ending | None, extras: Extras) -> Message:
+    async def _extras(self, output: Output, *, streamed: bool) -> dict[str, Any]:
+        """What stands beside the text, by name."""
+        logprobs = await self._exchange.logprobs(output)
+        extras = {"logprobs": UNSET if logprobs is None else logprobs}
+        extras["hidden_states"] = await self._exchange.hidden_states(output, streamed=streamed)
+        return {name: value for name, value in extras.items() if value is not UNSET}
+
+    def _message(self, output: Output, content: list[AnswerBlock], ending: Ending | None, extras: dict[str, Any]) -> Message:
         return Message(
-            id=f"msg_{self._id}",
-            model=self._model,
+            id=self._exchange.id,
+            model=self._exchange.model,
             content=content,
             stop_reason=None if ending is None else ending.stop_reason,
             stop_sequence=None if ending is None else ending.stop_sequence,
             usage=_usage(output),
-            token_logprobs=extras.token_logprobs,
-            hidden_states=extras.hidden_states,
+            **extras,
         )
 
     def _ending(self, output: Output) -> Ending:
         """Raises Aborted, for which this API has no word."""
-        if output.finish_reason == "abort":
-            raise Aborted(f"the request was aborted after {output.completion_tokens} tokens")
+        check_not_aborted(output)
         if output.finish_reason == "length":
             return Ending("max_tokens" if output.completion_tokens >= self._max_tokens else "model_context_window_exceeded", None)
         if isinstance(output.matched_stop, str):

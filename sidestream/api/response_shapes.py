@@ -7,7 +7,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 
-from sidestream.api.token_logprobs import TokenLogprob
+from sidestream.api.logprobs import TokenLogprob
+
+FlatLogprobs = Annotated[dict[str, Any], Meta(description="All that were asked for, with logprobs_format flat.")]
+HiddenStates = Annotated[Any, Meta(description="In the form that hidden_states_format says.")]
 
 
 class OutputText(Struct, kw_only=True):
@@ -24,8 +27,9 @@ class OutputMessage(Struct, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
     matched_stop: Annotated[str | int, Meta(description="The stop string or token id that ended it.")] | UnsetType | None = UNSET
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprob] | UnsetType = UNSET
+    flat_logprobs: FlatLogprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class InputTokensDetails(Struct):
@@ -144,8 +148,9 @@ class PartDone(ContentEvent, kw_only=True, tag="response.content_part.done"):
 class TextDelta(ContentEvent, kw_only=True, tag="response.output_text.delta"):
     delta: str
     logprobs: Sequence[TokenLogprob]
-    token_logprobs: Any | UnsetType = UNSET
-    hidden_states: Any | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprob] | UnsetType = UNSET
+    flat_logprobs: FlatLogprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
 
 
 class TextDone(ContentEvent, kw_only=True, tag="response.output_text.done"):

@@ -9,14 +9,15 @@ from itertools import count
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
+from msgspec.structs import replace
 from starlette.responses import Response as HTTPResponse
 
 from sidestream.api import response_shapes as shapes
-from sidestream.api.dialect import DialectBody, Extras, Ignored, Wanted, by_our_names, encode_conversation, parts_of
+from sidestream.api.dialect import DialectBody, Exchange, Ignored, asked_for, encode_conversation, parts_of
 from sidestream.api.errors import described
-from sidestream.api.fields import params_of
-from sidestream.api.generation import Generation
+from sidestream.api.logprobs import ChatLogprobs
+from sidestream.api.openai import MAX_TOKENS, TOP_LOGPROBS
 from sidestream.api.response_shapes import (
     IncompleteDetails,
     InputTokensDetails,
@@ -29,13 +30,13 @@ from sidestream.api.response_shapes import (
 )
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import EventStream, event
-from sidestream.api.token_logprobs import TokenLogprob, token_logprobs
 from sidestream.errors import InvalidRequest
 from sidestream.output import Output
-from sidestream.params import SamplingParams
 
 STATELESS = "Nothing is stored here: send the whole conversation as `input`."
 NO_TOOLS = "Tools are not supported yet."
+SYNONYMS = {"max_new_tokens": "max_output_tokens", "top_logprobs_num": "top_logprobs"}
+NO_ENTRIES = b"[]"
 Metadata = dict[str, Annotated[str, Meta(max_length=512)]]
 Includable = Literal[
     "message.output_text.logprobs",
@@ -66,7 +67,8 @@ class InputMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     phase: str | None = None
     matched_stop: str | int | None = None
     hidden_states: Any = None
-    token_logprobs: Any = None
+    prompt_logprobs: Any = None
+    flat_logprobs: Any = None
 
 
 class TextFormat(Struct):
@@ -93,10 +95,8 @@ class ResponsesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
         Meta(description="A user's message, or the conversation.", examples=["Name three fruits."]),
     ]
     instructions: Annotated[str, Meta(description="A system message that goes before the input.")] | None = None
-    max_output_tokens: Annotated[int, Meta(ge=0, description="Most tokens to produce; without it the context's length is the limit.")] | (
-        None
-    ) = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=20, description="Alternatives for each token; above 0 it implies logprobs.")] | None = None
+    max_output_tokens: Annotated[int, MAX_TOKENS] | None = None
+    top_logprobs: Annotated[int, TOP_LOGPROBS] | None = None
     include: Annotated[list[Includable], Meta(description="Only the logprobs are something that there is here.")] | None = None
     stream_options: StreamOptions | None = None
     text: TextOptions | None = None
@@ -123,30 +123,16 @@ class ResponsesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
 
 
 async def create_response(call: Call[ResponsesBody]) -> HTTPResponse:
-    body, service = call.body, call.service
-    model = service.check_model(body.model)
+    body, engine = call.body, call.service.engine
+    call.service.check_model(body.model)
     for name in ("store", "background"):
         if getattr(body, name):
             raise InvalidRequest(name, "got true, must be false", hint=STATELESS)
-    sampling, outputs = _params(body, service.engine.context_length)
-    wanted = Wanted.of(body, outputs)
-    ids = await encode_conversation(service, _messages(body), "input", **(body.chat_template_kwargs or {}))
-    answering = _Answering(call, model, sampling, outputs, wanted)
-    generation = Generation(call, [ids], sampling, outputs, operation="chat")
-    if body.stream:
-        generation.open()
-        return EventStream(answering.events(generation), id=call.id)
-    (output,) = await generation.answers()
-    return cast(HTTPResponse, wanted.response(await answering.finished(output), output.hidden_states))
-
-
-def _params(body: ResponsesBody, context: int) -> tuple[SamplingParams, dict[str, Any]]:
-    renamed = by_our_names(body, {"max_output_tokens": "max_new_tokens", "top_logprobs": "top_logprobs_num"})
-    if renamed["max_new_tokens"] is None and body.max_new_tokens is None:  # type: ignore[attr-defined]
-        renamed["max_new_tokens"] = context
-    if "message.output_text.logprobs" in (body.include or ()):
-        renamed["return_logprob"] = True
-    return params_of(body, renamed)
+    logprobs = "message.output_text.logprobs" in (body.include or ())
+    asked = asked_for(body, SYNONYMS, context=engine.context_length, logprobs=logprobs)
+    ids = await encode_conversation(engine, _messages(body), "input", body.chat_template_kwargs)
+    answering = _Answering(Exchange(call, ids, asked, param="input", prefix="resp"), body)
+    return answering.stream() if body.stream else await answering.answer()
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -160,79 +146,82 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
 class _Answering:
     """The answer to one request, whole or as events."""
 
-    def __init__(self, call: Call[ResponsesBody], model: str, sampling: SamplingParams, outputs: dict[str, Any], wanted: Wanted) -> None:
-        body = call.body
-        self._id = call.id
-        self._wanted = wanted
-        self._tokenizer = call.service.engine.tokenizer
-        self._logprobs = not wanted.flat
-        # What OpenAI's shape cannot say: the flat form, and logprobs of the prompt or of ids that were asked for.
-        self._beside = wanted.flat or outputs.get("logprob_start_len", -1) >= 0 or bool(outputs.get("token_ids_logprob"))
+    def __init__(self, exchange: Exchange, body: ResponsesBody) -> None:
+        asked = exchange.asked
+        self._exchange = exchange
+        self._message_id = f"msg_{exchange.id.removeprefix('resp_')}"
         self._response = Response(
-            id=f"resp_{call.id}",
+            id=exchange.id,
             created_at=int(time.time()),
             instructions=body.instructions,
-            max_output_tokens=body.max_output_tokens,
-            model=model,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_logprobs=outputs.get("top_logprobs_num", 0),
+            max_output_tokens=None if asked.tokens_by_default else asked.sampling.max_new_tokens,
+            model=exchange.model,
+            temperature=asked.sampling.temperature,
+            top_p=asked.sampling.top_p,
+            top_logprobs=asked.outputs.get("top_logprobs_num", 0),
             metadata=body.metadata or {},
             user=body.user,
             tool_choice=body.tool_choice or "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,
         )
 
-    async def finished(self, output: Output) -> Response:
-        extras = await self._wanted.extras(output, logprobs=self._beside)
-        return self._ended(output, self._text(output.text, await self._token_logprobs(output)), extras)
+    async def answer(self) -> HTTPResponse:
+        output = await self._exchange.answer()
+        entries, extras = await self._told(output, streamed=False)
+        return self._exchange.respond(self._ended(output, _text(output.text, [entries]), extras))
 
-    async def events(self, generation: Generation) -> AsyncIterator[bytes]:
-        """The stream: its last event has the whole answer but for our extras, which went out with the text they belong to."""
-        send, item_id = _numbered(), f"msg_{self._id}"
+    def stream(self) -> HTTPResponse:
+        self._exchange.open()
+        return EventStream(self._events(), id=self._exchange.request_id)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """The last event has the whole answer but for our extras, which went out with the text they belong to."""
+        send, item_id = _numbered(), self._message_id
         yield send(shapes.Created, response=self._response) + send(shapes.InProgress, response=self._response)
         begun = OutputMessage(id=item_id, status="in_progress", content=[])
-        yield send(shapes.ItemAdded, item=begun) + send(shapes.PartAdded, item_id=item_id, part=self._text("", []))
-        text, logprobs = "", list[TokenLogprob]()
+        yield send(shapes.ItemAdded, item=begun) + send(shapes.PartAdded, item_id=item_id, part=_text("", []))
+        text, logprobs = "", list[bytes]()
         latest: Output | None = None
         try:
-            async with aclosing(cast(Any, generation.parts())) as parts:
-                async for _, latest in parts:
-                    entries = await self._token_logprobs(latest)
-                    extras = await self._wanted.extras(latest, logprobs=self._beside, streamed=True)
+            async with aclosing(self._exchange.parts()) as parts:
+                async for latest in parts:
+                    entries, extras = await self._told(latest, streamed=True)
                     text += latest.text
-                    logprobs += entries
-                    if latest.text or entries or extras:
-                        beside = msgspec.structs.asdict(extras)
-                        yield send(shapes.TextDelta, item_id=item_id, delta=latest.text, logprobs=entries, **beside)
+                    logprobs.append(entries)
+                    if latest.text or entries != NO_ENTRIES or extras:
+                        yield send(shapes.TextDelta, item_id=item_id, delta=latest.text, logprobs=msgspec.Raw(entries), **extras)
         except Exception as error:
-            yield send(shapes.Failed, response=self._failed(error, latest, text))
+            yield send(shapes.Failed, response=self._failed(error, latest, _text(text, logprobs)))
             return
         assert latest is not None
-        ended = self._ended(latest, self._text(text, logprobs), Extras())
+        ended = self._ended(latest, _text(text, logprobs), {})
         part = ended.output[0].content[0]
         yield send(shapes.TextDone, item_id=item_id, text=text, logprobs=part.logprobs)
         yield send(shapes.PartDone, item_id=item_id, part=part)
         yield send(shapes.ItemDone, item=ended.output[0])
         yield send(shapes.Completed if ended.status == "completed" else shapes.Incomplete, response=ended)
 
-    def _text(self, text: str, logprobs: Sequence[TokenLogprob]) -> OutputText:
-        return OutputText(text=text, logprobs=list(logprobs))
+    async def _told(self, output: Output, *, streamed: bool) -> tuple[bytes, dict[str, Any]]:
+        """The JSON of the tokens' logprobs, which OpenAI's text has a place for, and by name what stands beside it."""
+        logprobs = await self._exchange.logprobs(output)
+        extras: dict[str, Any] = {"hidden_states": await self._exchange.hidden_states(output, streamed=streamed)}
+        entries = NO_ENTRIES
+        if isinstance(logprobs, ChatLogprobs):
+            entries, extras["prompt_logprobs"] = bytes(cast(msgspec.Raw, logprobs.content)), logprobs.prompt
+        elif logprobs is not None:
+            extras["flat_logprobs"] = logprobs
+        return entries, {name: value for name, value in extras.items() if value is not UNSET}
 
-    async def _token_logprobs(self, output: Output) -> list[TokenLogprob]:
-        return await token_logprobs(self._tokenizer, output) if self._logprobs else []
-
-    def _ended(self, output: Output, part: OutputText, extras: Extras) -> Response:
+    def _ended(self, output: Output, part: OutputText, extras: dict[str, Any]) -> Response:
         status: Any = {"stop": "completed", "length": "incomplete"}.get(output.finish_reason or "", "cancelled")
         message = OutputMessage(
-            id=f"msg_{self._id}",
+            id=self._message_id,
             status="completed" if status == "completed" else "incomplete",
             content=[part],
             matched_stop=output.matched_stop,
-            token_logprobs=extras.token_logprobs,
-            hidden_states=extras.hidden_states,
+            **extras,
         )
-        return msgspec.structs.replace(
+        return replace(
             self._response,
             status=status,
             completed_at=int(time.time()) if status == "completed" else None,
@@ -241,11 +230,17 @@ class _Answering:
             usage=_usage(output),
         )
 
-    def _failed(self, error: Exception, latest: Output | None, text: str) -> Response:
-        output = OutputMessage(id=f"msg_{self._id}", status="incomplete", content=[self._text(text, [])])
-        said = described(error, self._id)[1].error.message
+    def _failed(self, error: Exception, latest: Output | None, part: OutputText) -> Response:
+        said = described(error, self._exchange.request_id)[1].error.message
+        output = OutputMessage(id=self._message_id, status="incomplete", content=[part])
         usage = None if latest is None else _usage(latest)
-        return msgspec.structs.replace(self._response, status="failed", error=ResponseError(said), output=[output], usage=usage)
+        return replace(self._response, status="failed", error=ResponseError(said), output=[output], usage=usage)
+
+
+def _text(text: str, logprobs: Sequence[bytes]) -> OutputText:
+    """`logprobs` are the JSON of lists that follow each other."""
+    entries = b",".join(each[1:-1] for each in logprobs if each != NO_ENTRIES)
+    return OutputText(text=text, logprobs=cast(Any, msgspec.Raw(b"[%b]" % entries)))
 
 
 def _numbered() -> Callable[..., bytes]:
