@@ -118,7 +118,7 @@ class MessageUsage(Struct, kw_only=True):
     cache_creation_input_tokens: int = 0
 
 
-Logprobs = Annotated[ChatLogprobs | dict[str, Any], Meta(description="As chat completions have them; or all lists, with the flat format.")]
+Logprobs = Annotated[ChatLogprobs, Meta(description="As chat completions have them; or all lists, with the flat format.")]
 HiddenStates = Annotated[Any, Meta(description="In the form that hidden_states_format says.")]
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "model_context_window_exceeded"]
 
@@ -156,14 +156,14 @@ class Ping(Struct, tag_field="type", tag="ping"):
     pass
 
 
-class TextDelta(Struct):
+class TextPiece(Struct):
     text: str
     type: Literal["text_delta"] = "text_delta"
 
 
 class ContentBlockDelta(Struct, kw_only=True, tag_field="type", tag="content_block_delta"):
     index: int = 0
-    delta: TextDelta
+    delta: TextPiece
     logprobs: Logprobs | UnsetType = UNSET
     hidden_states: HiddenStates | UnsetType = UNSET
 
@@ -268,7 +268,7 @@ class _Answering:
 
     async def _delta(self, part: Output) -> bytes:
         extras = await self._extras(part, streamed=True)
-        return _event(ContentBlockDelta(delta=TextDelta(part.text), **extras)) if part.text or extras else b""
+        return _event(ContentBlockDelta(delta=TextPiece(part.text), **extras)) if part.text or extras else b""
 
     async def _extras(self, output: Output, *, streamed: bool) -> dict[str, Any]:
         """What stands beside the text, by name."""

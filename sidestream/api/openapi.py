@@ -21,6 +21,7 @@ from sidestream.api.route import Call, Route
 
 STATUSES = {
     200: "The answer",
+    307: "It is elsewhere",
     400: "A field is wrong; the message names it",
     401: "No key, or a wrong one",
     403: "The route needs the admin key, or a process of the server's own machine",
@@ -36,6 +37,7 @@ REFERENCE = "#/components/schemas/{name}"
 HEADERS = {
     "X-Request-Id": ("The id of the request: the one that came in this header, or a new one", {"type": "string"}),
     "request-id": ("The same, where Anthropic's clients look for it", {"type": "string"}),
+    "Location": ("Where", {"type": "string"}),
     "Retry-After": ("Seconds", {"type": "integer", "minimum": 0}),
 }
 SECURITY = {
@@ -133,11 +135,12 @@ def _operation(route: Route, path: str, schemas: dict[Any, Any]) -> dict[str, An
 
 
 def _responses(route: Route, path: str, schemas: dict[Any, Any]) -> dict[str, Any]:
-    error = schemas[ERROR_ANSWERS[route.errors]]
-    responses = {str(status): _response(route, status, _json(error)) for status in _failures(route, path)}
+    found: dict[int, list[Any]] = {status: [schemas[ERROR_ANSWERS[route.errors]]] for status in _failures(route, path)}
     for status, answer in route.states.items():
-        responses[str(status)] = _response(route, status, _json(schemas[answer]))
-    return responses | {"200": _response(route, 200, _content(route, schemas))}
+        found.setdefault(status, []).extend([] if answer is None else [schemas[answer]])
+    bodies = {status: _json(each[0] if len(each) == 1 else {"anyOf": each}) if each else {} for status, each in found.items()}
+    bodies[200] = _content(route, schemas)
+    return {str(status): _response(route, status, body) for status, body in bodies.items()}
 
 
 def _content(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
@@ -168,13 +171,13 @@ def _failures(route: Route, path: str) -> Iterator[int]:
         500: True,
         503: route.loaded,
     }
-    return (status for status, may in happens.items() if may and status not in route.states)
+    return (status for status, may in happens.items() if may)
 
 
 def _response(route: Route, status: int, content: dict[str, Any]) -> dict[str, Any]:
-    sent = {"X-Request-Id": True, "request-id": route.errors == "anthropic", "Retry-After": status in RETRY}
+    sent = {"X-Request-Id": True, "request-id": route.errors == "anthropic", "Location": status == 307, "Retry-After": status in RETRY}
     headers = {name: {"$ref": f"#/components/headers/{name}"} for name, is_sent in sent.items() if is_sent}
-    return {"description": STATUSES[status], "headers": headers, "content": content}
+    return {"description": STATUSES[status], "headers": headers, **({"content": content} if content else {})}
 
 
 def _json(schema: Any) -> dict[str, Any]:

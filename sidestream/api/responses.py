@@ -71,12 +71,12 @@ class InputMessage(Struct, kw_only=True, forbid_unknown_fields=True):
     flat_logprobs: Any = None
 
 
-class TextFormat(Struct):
+class PlainFormat(Struct):
     type: Annotated[Literal["text"], Meta(description="Structured output is not supported yet.")] = "text"
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    format: TextFormat | None = None
+    format: PlainFormat | None = None
     verbosity: Annotated[Literal["medium"], Meta(description="The model has no such setting.")] | None = None
 
 
@@ -85,7 +85,7 @@ class ReasoningOptions(Struct, forbid_unknown_fields=True):
     summary: Annotated[None, Meta(description="Reasoning is not supported yet.")] = None
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class Obfuscation(Struct, forbid_unknown_fields=True):
     include_obfuscation: Annotated[bool, Meta(description="Accepted; nothing is added to hide the length of a text.")] | None = None
 
 
@@ -98,7 +98,7 @@ class ResponsesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
     max_output_tokens: Annotated[int, MAX_TOKENS] | None = None
     top_logprobs: Annotated[int, TOP_LOGPROBS] | None = None
     include: Annotated[list[Includable], Meta(description="Only the logprobs are something that there is here.")] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Obfuscation | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)] | None = None

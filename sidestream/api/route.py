@@ -50,7 +50,7 @@ class Route:
     events: Any = None  # the type of their data, where it has one
     queues: bool = True  # may find the queue of the engine full; routes with a body only
     loaded: bool = True  # has no answer while the model loads
-    states: Mapping[int, Any] = field(default_factory=dict)  # answers of its own with other statuses than 200: their types
+    states: Mapping[int, Any] = field(default_factory=dict)  # its own answers with other statuses than 200: types, None for no body
     admin: bool = False  # changes what others get: needs the admin key, or a loopback address where there is none
     open: bool = False  # needs no key
     errors: ErrorShape = "openai"
