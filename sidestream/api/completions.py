@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,11 +11,11 @@ from starlette.responses import Response
 
 from sidestream.api.logprobs import CompletionLogprobs, Echo, Entries, TextOffsets, TokenTexts, completion_logprobs, echoed
 from sidestream.api.openai import TOP_LOGPROBS, Asked, Choice, Exchange, OpenAIRequest, asked_for, check_room
+from sidestream.api.prompts import MAX_PROMPTS, read_prompts
 from sidestream.api.route import Call, Route
 from sidestream.api.shapes import Usage, flat_logprobs, usage_of
-from sidestream.async_client import LONG_TEXT, AsyncEngine
+from sidestream.async_client import AsyncEngine
 from sidestream.errors import InvalidRequest
-from sidestream.options import shown
 from sidestream.output import Logprobs, Output
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -161,40 +160,19 @@ def _asked(body: CompletionRequest, engine: AsyncEngine) -> Asked:
 
 
 async def _encoded(engine: AsyncEngine, body: CompletionRequest, asked: Asked) -> list[Prompt]:
-    """The prompts and their token ids; others get their turn between them. Raises InvalidRequest, naming the prompt."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [await _prompt(engine, given, "prompt", asked)]
-    if given and isinstance(given[0], int):
-        if (other := next((item for item in given if not isinstance(item, int)), None)) is not None:
-            raise InvalidRequest("prompt", f"got {shown(other)} beside {given[0]}, must be token ids only, or prompts only")
-        return [await _prompt(engine, given, "prompt", asked)]
-    most = engine.facts.max_running + engine.config.max_queued_requests
-    if not given or (body.stream and len(given) > most):
-        limit = f" and at most {most} with stream (what the server runs and queues)" if given else ""
-        raise InvalidRequest("prompt", f"got {len(given)} prompts, must be at least 1{limit}")
-    prompts, length = [], 0
-    for place, one in enumerate(given):
-        if isinstance(one, int):
-            raise InvalidRequest("prompt", f"got {one} beside {shown(given[0])}, must be token ids only, or prompts only")
-        prompts.append(await _prompt(engine, one, f"prompt.{place}", asked))
-        length += len(one)
-        if length > LONG_TEXT:
-            length = 0
-            await asyncio.sleep(0)
-    return prompts
-
-
-async def _prompt(engine: AsyncEngine, given: str | Sequence[Any], param: str, asked: Asked) -> Prompt:
+    """The prompts and their token ids. Raises InvalidRequest and ContextLengthExceeded, naming the prompt."""
+    one = isinstance(body.prompt, str) or isinstance(next(iter(body.prompt), None), int)
+    given: Any = [body.prompt] if one else body.prompt
+    names = ["prompt"] if one else [f"prompt.{place}" for place in range(len(given))]
     context = engine.context_length
-    if not isinstance(given, str):
-        check_room(param, len(given), asked, context)  # before its ids are looked at one by one
-    try:
-        ids = await engine.encode(given)
-    except InvalidRequest as error:
-        raise InvalidRequest(param, error.said, hint=error.hint) from None
-    check_room(param, len(ids), asked, context)
-    return Prompt(given if isinstance(given, str) else ids, ids)
+    for name, prompt in zip(names, given, strict=True):
+        if isinstance(prompt, list):
+            check_room(name, len(prompt), asked, context)  # before its ids are looked at one by one
+    most = min(MAX_PROMPTS, engine.facts.max_running + engine.config.max_queued_requests) if body.stream else MAX_PROMPTS
+    read = await read_prompts(engine, body.prompt, "prompt", most=most)
+    for name, ids in zip(names, read.ids, strict=True):
+        check_room(name, len(ids), asked, context)
+    return [Prompt(*each) for each in zip(given, read.ids, strict=True)]
 
 
 COMPLETIONS = (
