@@ -123,6 +123,14 @@ def engine(chat_model: Path) -> Iterator[Engine]:
         yield engine
 
 
+@pytest.fixture(scope="session")
+def exact_server(chat_model: Path) -> Iterator[Server]:
+    """One on the native kernels, where a request gets the same bytes whatever runs beside it and whatever is cached."""
+    made = Server(chat_model, "--dtype", "bfloat16", "--kv-tokens", "8192", "--max-running-requests", "16")
+    yield made
+    assert made.stop() == 0
+
+
 @pytest.fixture
 def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers of a test's own, which end with it."""
