@@ -168,7 +168,18 @@ async def tokenizer_info(call: Call[None]) -> Response:
 
 
 TOKENIZE = (
-    Route("POST", "/tokenize", tokenize, "Text to token ids", body=Tokenize, answer=TokenizeAnswer, aliases=("/v1/tokenize",)),
-    Route("POST", "/detokenize", detokenize, "Token ids to text", body=Detokenize, answer=DetokenizeAnswer, aliases=("/v1/detokenize",)),
+    Route(
+        "POST", "/tokenize", tokenize, "Text to token ids", body=Tokenize, answer=TokenizeAnswer, aliases=("/v1/tokenize",), queues=False
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        "Token ids to text",
+        body=Detokenize,
+        answer=DetokenizeAnswer,
+        aliases=("/v1/detokenize",),
+        queues=False,
+    ),
     Route("GET", "/tokenizer_info", tokenizer_info, "What the tokenizer is", answer=TokenizerInfo),
 )
