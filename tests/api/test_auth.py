@@ -18,7 +18,7 @@ from sidestream.api.service import Service
 from sidestream.errors import Forbidden, InvalidKey
 
 KEYS, ADMIN = ("first-key", "second-key"), "admin-key"
-OPEN = {"/health/live", "/health/ready", "/health", "/ready", "/v1/health", "/health_generate", "/ping", "/docs"}
+OPEN = {"/", "/health/live", "/health/ready", "/health", "/ready", "/v1/health", "/health_generate", "/ping", "/docs"}
 
 
 def router_paths() -> list[tuple[str, str]]:
@@ -67,7 +67,7 @@ def test_without_a_key_only_open_routes_answer(locked: Any) -> None:
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS", "PUT", "DELETE"])
 def test_what_no_route_has_is_closed_too(locked: Any, method: str) -> None:
     for path in ("/nothing", "/v1", "/v1/responses/", "/docs/", "/docs/x", "//metrics", "/health/../metrics", "/HEALTH", "/%2e%2e/metrics"):
-        assert locked.http.request(method, path).status_code == 401, path
+        assert locked.http.request(method, f"{locked.url}{path}").status_code == 401, path
 
 
 @pytest.mark.parametrize("headers", [{"Authorization": f"Bearer {key}"} for key in (*KEYS, ADMIN)] + [{"x-api-key": KEYS[1]}])
