@@ -270,6 +270,10 @@ def _repetitions(text: str) -> int:
 
 def bench(words: Sequence[str]) -> int:
     """`sidestream bench offline`: a table, or every number as JSON."""
+    if words and words[0] == "serve":
+        from sidestream.bench.serve_command import main as bench_serve
+
+        return bench_serve(words[1:])
     parser = bench_parser()
     arguments = parser.parse(words)
     kind, *models = arguments["words"] or [""]

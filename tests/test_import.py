@@ -16,6 +16,7 @@ STARTS = {
     "help": "import sidestream.cli; sidestream.cli.main(['--help'])",
     "run --help": "import sidestream.cli; sidestream.cli.main(['run', '--help'])",
     "bench --help": "import sidestream.cli; sidestream.cli.main(['bench', '--help'])",
+    "bench serve --help": "import sidestream.cli; sidestream.cli.main(['bench', 'serve', '--help'])",
     "pull --help": "import sidestream.cli; sidestream.cli.main(['pull', '--help'])",
     "params": "from sidestream import SamplingParams, Output; SamplingParams(stop='x', seed=1)",
     "errors": "from sidestream import InvalidRequest, EngineDead",
