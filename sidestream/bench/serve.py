@@ -82,8 +82,9 @@ def _session(load: Load) -> aiohttp.ClientSession:
         raise SidestreamError("sidestream bench serve needs aiohttp", hint="pip install 'sidestream[bench]'") from None
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {load.api_key}"} if load.api_key else {})
     timeout = aiohttp.ClientTimeout(total=load.timeout, sock_connect=load.timeout)
-    # As many connections as there are requests. An idle one is closed before a server would (uvicorn: 5 s): no request meets a closed one.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    # Each request has a connection of its own, as if from a client of its own: one that is used again may be closed by the server at the
+    # very moment, and that would count as a failure (llama-server does so after some streams).
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     return aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector)
 
 

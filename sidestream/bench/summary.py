@@ -142,8 +142,8 @@ class Summary:
             notes.append(f"{other:,} answers have not the {load.output_len:,} tokens of --output-len, in spite of --ignore-eos.")
         if (self.processor_share > BUSY and self.run.seconds > 1) or self.delay > LATE:
             notes.append(
-                f"The client was busy ({self.processor_share:.0%} of a core) and came up to {self.delay * 1e3:.0f} ms late (p99) to what "
-                "had arrived: latencies may be too long by that."
+                f"The client took {self.processor_share:.0%} of a core and came up to {self.delay * 1e3:.0f} ms late (p99) to what had "
+                "arrived: it, or the machine it runs on, is too busy, and latencies may be too long by that."
             )
         return notes
 

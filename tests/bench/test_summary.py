@@ -119,9 +119,9 @@ def test_a_client_that_is_busy_says_so():
     one = answer(0.0, (1.0, 1), (3.5, 1))
     assert summary(one, client=Client(1.0, [0.001])).notes() == []
     [note] = summary(one, client=Client(3.6, [0.001, 0.002])).notes()
-    assert note.startswith("The client was busy (90% of a core) and came up to 2 ms late (p99)")
+    assert note.startswith("The client took 90% of a core and came up to 2 ms late (p99)")
     [note] = summary(one, client=Client(0.4, [0.05])).notes()
-    assert note.startswith("The client was busy (10% of a core) and came up to 50 ms late (p99)")
+    assert note.startswith("The client took 10% of a core and came up to 50 ms late (p99)")
 
 
 def test_percentiles():
