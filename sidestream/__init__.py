@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "AsyncEngine",
     "ConfigError",
     "ContextLengthExceeded",
     "DownloadError",
     "Engine",
     "EngineDead",
+    "EngineFault",
     "InvalidRequest",
     "ModelError",
     "NoToken",
@@ -19,24 +21,28 @@ __all__ = [
     "QueueFull",
     "SamplingParams",
     "SidestreamError",
+    "SlowReader",
     "__version__",
 ]
 
 if TYPE_CHECKING:
+    from sidestream.async_client import AsyncEngine as AsyncEngine
     from sidestream.client import Engine as Engine
     from sidestream.errors import ConfigError as ConfigError
     from sidestream.errors import ContextLengthExceeded as ContextLengthExceeded
     from sidestream.errors import DownloadError as DownloadError
     from sidestream.errors import EngineDead as EngineDead
+    from sidestream.errors import EngineFault as EngineFault
     from sidestream.errors import InvalidRequest as InvalidRequest
     from sidestream.errors import ModelError as ModelError
     from sidestream.errors import NoToken as NoToken
     from sidestream.errors import QueueFull as QueueFull
     from sidestream.errors import SidestreamError as SidestreamError
+    from sidestream.errors import SlowReader as SlowReader
     from sidestream.output import Output as Output
     from sidestream.params import SamplingParams as SamplingParams
 
-_HOMES = {"Engine": "client", "Output": "output", "SamplingParams": "params"}  # all others are errors
+_HOMES = {"AsyncEngine": "async_client", "Engine": "client", "Output": "output", "SamplingParams": "params"}  # all others are errors
 
 
 def __getattr__(name: str) -> Any:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
+from sidestream.errors import EngineDead
 from sidestream.messages import Finish, HiddenRows, LogprobRows, Rows, StepOutputs
 from sidestream.output import HiddenStates, Logprobs, Output
 from sidestream.params import OutputPlan, SamplingParams
@@ -26,6 +26,12 @@ class Delta(NamedTuple):
     finish: Finish | None
 
 
+class Mailbox(Protocol):
+    """Where a call finds the events of its prompts."""
+
+    def put(self, event: Event | None) -> None: ...
+
+
 @dataclass(eq=False)
 class Prompt:
     """One prompt of a call; its choices share the prompt's rows and logprobs, which the first choice brings."""
@@ -38,7 +44,7 @@ class Prompt:
     hidden_size: int
     compute_dtype: str
     tokenizer: Tokenizer
-    events: queue.SimpleQueue[Event | None]  # of the call; None: its stream was closed
+    events: Mailbox  # of the call; None in it: its stream was closed
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
 
@@ -211,18 +217,36 @@ def _asked(parts: Sequence[LogprobRows], ids: Sequence[int]) -> list[list[tuple[
 
 
 def _hidden_states(prompt: Prompt, rows: Sequence[Rows]) -> HiddenStates:
-    import torch
-
     parts: list[HiddenRows] = [part.hidden for part in rows if part.hidden is not None]
     plan = prompt.plan
-    name = plan.hidden_states_dtype if plan.hidden_states_dtype != "model" else prompt.compute_dtype
-    dtype, shape = getattr(torch, name), (sum(part.shape[0] for part in parts), len(plan.layers), prompt.hidden_size)
-    if parts:
-        tensor = torch.from_numpy(np.concatenate([part.data for part in parts])).view(dtype).view(shape)
-    else:
-        tensor = torch.empty(shape, dtype=dtype)
+    dtype = plan.hidden_states_dtype if plan.hidden_states_dtype != "model" else prompt.compute_dtype
+    shape = (sum(part.shape[0] for part in parts), len(plan.layers), prompt.hidden_size)
+    raw = np.concatenate([part.data for part in parts]) if parts else np.empty(0, np.uint8)  # a copy: choices share parts
     positions = [part.position + i for part in parts for i in range(part.shape[0])]
-    return HiddenStates(tensor, positions, plan.requested_layers)
+    return HiddenStates(raw, dtype, shape, positions, plan.requested_layers)
+
+
+def finished(event: Event | None) -> tuple[Choice, Output]:
+    """The answer of a choice that is not streamed. Raises what went wrong with it, EngineDead if the engine ended."""
+    assert event is not None, "only a stream is closed"
+    if isinstance(event, BaseException):
+        raise dead(event)
+    choice, delta = event
+    assert delta.finish is not None, "only a stream gets parts"
+    if delta.finish.error is not None:
+        raise delta.finish.error
+    output = choice.output()
+    choice.rows = [] if choice.index else choice.rows  # the first choice's prompt rows serve the others
+    return choice, output
+
+
+def dead(error: BaseException) -> EngineDead:
+    """The error of everybody who asks an engine that has ended with `error`."""
+    if isinstance(error, EngineDead):
+        return EngineDead(error.message)
+    made = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 def deltas(step: StepOutputs) -> dict[int, Delta]:

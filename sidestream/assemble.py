@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -24,14 +24,14 @@ from sidestream.engine.runner import Runner
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.sizing import KVSize, longest_context, size_kv_cache
 from sidestream.engine.streams import Streams, open_streams
-from sidestream.errors import ConfigError
+from sidestream.errors import ConfigError, ModelError
+from sidestream.frontend import Facts, Frontend, template_of
 from sidestream.kernels import cpu
 from sidestream.messages import Outbound, Submit
 from sidestream.models.decoder import Decoder
 from sidestream.models.interpreter import Interpreter
 from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
 from sidestream.models.spec import DecoderSpec
-from sidestream.text.chat_template import ChatTemplate
 from sidestream.text.stop import StopStringMatcher
 from sidestream.text.tokenizer import Tokenizer
 
@@ -50,15 +50,7 @@ class Assembled:
     """An engine that is ready to run, and what its users need to talk to it."""
 
     loop: EngineLoop
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate
-    spec: DecoderSpec
-    limits: Limits
-    device: torch.device
-    dtype: torch.dtype
-    max_running: int
-    arena_bytes: int
-    model_name: str
+    frontend: Frontend
 
 
 def assemble(
@@ -145,21 +137,52 @@ def _build(
             min_new_tokens=sampling.min_new_tokens,
         )
 
+    def load(path: str) -> Interpreter:
+        other = load_model(path, dtype=dtype, device=device)
+        _check_same_model(other.spec, spec, path)
+        return build_interpreter(other, dtype, device, context=longest_context(config, spec), quantization=config.quantization)
+
+    overlap = pick_overlap(config.overlap, device)
     loop = EngineLoop(
         scheduler,
         Runner(decoder, memory, streams, copies),
         copies,
         limits,
-        Factories(stop_matcher, constraint),
+        Factories(stop_matcher, constraint, load),
         emit=emit,
-        overlap=pick_overlap(config.overlap, device),
+        overlap=overlap,
     )
-    template = ChatTemplate(
-        model.chat_template,
-        bos_token=_token(tokenizer, model.bos_token_id),
-        eos_token=_token(tokenizer, _first(model.eos_token_ids)),
+    facts = Facts(
+        model=config.model,
+        name=model.name,
+        vocab_size=spec.vocab_size,
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        num_parameters=spec.num_parameters,
+        context=size.context,
+        eos_token_ids=tuple(model.eos_token_ids),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        backend=type(decoder).__name__,
+        overlap=overlap,
+        max_running=running,
+        arena_bytes=config.arena_memory,
+        kv_tokens=size.num_pages * size.page_size,
+        page_size=size.page_size,
     )
-    return Assembled(loop, tokenizer, template, spec, limits, device, dtype, running, config.arena_memory, model.name)
+    return Assembled(loop, Frontend(facts, tokenizer, template_of(model.chat_template, tokenizer, model.name)))
+
+
+def _check_same_model(spec: DecoderSpec, want: DecoderSpec, path: str) -> None:
+    """Raises ModelError, naming what differs."""
+    for declared in fields(DecoderSpec):
+        got, must = getattr(spec, declared.name), getattr(want, declared.name)
+        if got != must:
+            raise ModelError(
+                f"{path}: its {declared.name} is {got}, must be {must}, as in the model that is loaded",
+                hint="Only the numbers of the weights may differ; for another model start another engine.",
+            )
 
 
 def build_interpreter(
@@ -239,14 +262,6 @@ def describe(device: torch.device, threads: int) -> str:
 def _tokenizer(model: LoadedModel, config: EngineConfig) -> Tokenizer:
     source = model.tokenizer if config.tokenizer is None else tokenizer_source(config.tokenizer)
     return Tokenizer.from_source(source, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos)
-
-
-def _token(tokenizer: Tokenizer, id: int | None) -> str:
-    return "" if id is None else tokenizer.token_text(id)
-
-
-def _first(ids: tuple[int, ...]) -> int | None:
-    return ids[0] if ids else None
 
 
 def _ignore(_: Any) -> None:

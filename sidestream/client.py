@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import queue
 import threading
 import weakref
@@ -11,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
-from sidestream.answers import Choice, Event, Prompt, StreamedChoice
+from sidestream.answers import Choice, Event, Prompt, StreamedChoice, dead, finished
 from sidestream.assemble import Assembled, assemble
 from sidestream.config import EngineConfig
 from sidestream.engine.loop import EngineLoop
 from sidestream.errors import EngineDead
-from sidestream.messages import Call, Outbound, Stop
-from sidestream.observe.progress import Progress, open_progress
+from sidestream.messages import Outbound, Stop
+from sidestream.observe.progress import open_progress
 from sidestream.output import Output
 from sidestream.params import SamplingParams
 from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
-from sidestream.router import Router, dead
+from sidestream.router import Router
 from sidestream.stream import OutputStream
 
 
@@ -34,13 +33,13 @@ class Engine:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = EngineConfig.from_env(model, **options)
         self._outbox: queue.SimpleQueue[Outbound | None] = queue.SimpleQueue()
-        self._keys = itertools.count(1)
         self._parts = self._assemble()
         loop = self._parts.loop
-        self._router = Router(loop, self._outbox, self._parts.max_running + self.config.max_queued_requests)
+        self._frontend = self._parts.frontend
+        self._router = Router(lambda message: loop.inbox.put(message), self._frontend.facts.max_running + self.config.max_queued_requests)
         self._threads = [
             threading.Thread(target=_run, args=(loop, self._outbox), name="sidestream-engine", daemon=True),
-            threading.Thread(target=self._router.run, name="sidestream-receive", daemon=True),
+            threading.Thread(target=_receive, args=(self._outbox, self._router), name="sidestream-receive", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -71,7 +70,7 @@ class Engine:
         """
         many = not is_one_prompt(prompts)
         listed = list(cast("Sequence[PromptLike]", prompts)) if many else [cast(PromptLike, prompts)]
-        answers = self._answer([encode(self._parts, prompt) for prompt in listed], sampling_params, rid, progress, outputs)
+        answers = self._answer([encode(self._frontend, prompt) for prompt in listed], sampling_params, rid, progress, outputs)
         return answers if many or len(answers) != 1 else answers[0]
 
     def chat(
@@ -98,10 +97,11 @@ class Engine:
 
         The request is checked and queued now; it is aborted when the stream is closed early. Raises QueueFull if the queue is.
         """
-        prompts = self._prepare([encode(self._parts, prompt)], sampling_params, rid, outputs, StreamedChoice)
+        events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        prompts = self._prepare([encode(self._frontend, prompt)], sampling_params, rid, outputs, StreamedChoice, events)
         try:
             self._router.open(prompts, wait=False)
-            return OutputStream(prompts[0], self._parts.loop.inbox, self)
+            return OutputStream(prompts[0], events, self._parts.loop.inbox, self)
         except BaseException:
             self._router.give_up(prompts)
             raise
@@ -112,28 +112,36 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Drop the cached prefixes that no running request uses. Returns the number of tokens dropped."""
-        return cast(int, self._ask(lambda loop: loop.flush_cache()))
+        return cast(int, self._ask("flush_cache"))
+
+    def update_weights(self, path: str) -> int:
+        """Go on with other weights of the same model: a .gguf file or a directory. Returns how often that was done.
+
+        Requests made before are answered with the old weights, those made after with the new; nothing of the old cache is used again.
+        Raises ModelError, and the old weights stay.
+        """
+        return cast(int, self._ask("update_weights", path))
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine, taken between two steps (docs/outputs.md, The ledger)."""
-        return cast("dict[str, Any]", self._ask(lambda loop: loop.stats()))
+        return cast("dict[str, Any]", self._ask("stats"))
 
     def check(self) -> None:
         """Verify that every page is free, cached or owned, exactly once. Raises AssertionError."""
-        self._ask(lambda loop: loop.check())
+        self._ask("check")
 
     @property
     def tokenizer(self) -> Any:
-        return self._parts.tokenizer
+        return self._frontend.tokenizer
 
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and output together."""
-        return self._parts.limits.context
+        return self._frontend.facts.context
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template."""
-        return self._parts.tokenizer.encode_chat(self._parts.chat_template.render(messages, **kwargs))
+        return self._frontend.encode_chat(messages, **kwargs)
 
     def close(self) -> None:
         """Abort what is open and end the engine's threads. Idempotent."""
@@ -141,10 +149,9 @@ class Engine:
         self._closer()
 
     def __repr__(self) -> str:
-        parts, failure = self._parts, self._router.failure
+        facts, failure = self._frontend.facts, self._router.failure
         state = "open" if failure is None else "closed" if isinstance(failure, EngineDead) else f"stopped by {type(failure).__name__}"
-        dtype = str(parts.dtype).removeprefix("torch.")
-        return f"{type(self).__name__}({parts.model_name!r}, device={str(parts.device)!r}, dtype={dtype!r}, {state})"
+        return f"{type(self).__name__}({facts.name!r}, device={facts.device!r}, dtype={facts.dtype!r}, {state})"
 
     def __enter__(self) -> Engine:
         return self
@@ -155,67 +162,55 @@ class Engine:
     # From requests to answers
 
     def _prepare(
-        self, ids: list[list[int]], sampling_params: Any, rid: Any, outputs: Mapping[str, Any], kind: type[Choice]
+        self,
+        ids: list[list[int]],
+        sampling_params: Any,
+        rid: Any,
+        outputs: Mapping[str, Any],
+        kind: type[Choice],
+        events: queue.SimpleQueue[Event | None],
     ) -> list[Prompt]:
-        prompts = prepare(self._parts, ids, sampling_params, rid, outputs, max_output_bytes=self.config.max_output_bytes)
-        for prompt in prompts:
-            prompt.choices = [kind(prompt, index, next(self._keys)) for index in range(prompt.sampling.n)]
-        return prompts
+        most, keys = self.config.max_output_bytes, self._router.keys
+        return prepare(self._frontend, ids, sampling_params, rid, outputs, events=events, kind=kind, keys=keys, max_output_bytes=most)
 
     def _answer(
         self, ids: list[list[int]], sampling_params: Any, rid: Any, progress: bool | None, outputs: Mapping[str, Any]
     ) -> list[Output]:
         if not ids:
             return []
-        prompts = self._prepare(ids, sampling_params, rid, outputs, Choice)
+        events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        prompts = self._prepare(ids, sampling_params, rid, outputs, Choice, events)
         answers: dict[int, Output] = {}
         total = sum(len(prompt.choices) for prompt in prompts)
         try:
             self._router.open(prompts, wait=True)
             with open_progress(progress, total) as bar:
                 while len(answers) < total:
-                    self._collect(prompts[0].events, answers, bar)
+                    choice, output = finished(events.get())
+                    answers[choice.key] = output
+                    bar.advance(output.completion_tokens)
         except BaseException:
             self._router.give_up(prompts)
             raise
         return [answers[choice.key] for prompt in prompts for choice in prompt.choices]
 
-    @staticmethod
-    def _collect(events: queue.SimpleQueue[Event | None], answers: dict[int, Output], bar: Progress) -> None:
-        """Wait for the next finished choice."""
-        event = events.get()
-        assert event is not None, "only a stream is closed"
-        if isinstance(event, BaseException):
-            raise dead(event)
-        choice, delta = event
-        assert delta.finish is not None, "only a stream gets parts"
-        if delta.finish.error is not None:
-            raise delta.finish.error
-        output = choice.output()
-        choice.rows = [] if choice.index else choice.rows  # the first choice's prompt rows serve the others
-        answers[choice.key] = output
-        bar.advance(output.completion_tokens)
+    def _ask(self, what: str, argument: str | None = None) -> Any:
+        replies: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._router.ask(what, argument, lambda value, error: replies.put((value, error)))
+        value, error = replies.get()
+        if error is not None:
+            raise dead(error) if self._router.failure is not None else error
+        return value
 
-    def _ask(self, ask: Any) -> Any:
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-        def guarded(loop: EngineLoop) -> Any:
-            try:
-                return ask(loop)
-            except Exception as error:
-                return error
-
-        self._router.check()
-        self._parts.loop.inbox.put(Call(guarded, answers.put))
-        while True:
-            try:
-                answer = answers.get(timeout=1.0)
-                break
-            except queue.Empty:
-                self._router.check()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+def _receive(outbox: queue.SimpleQueue[Outbound | None], router: Router) -> None:
+    """The receiving thread: until the loop has ended."""
+    try:
+        while (message := outbox.get()) is not None:
+            router.take(message)
+        router.fail(EngineDead("the engine is closed"))
+    except BaseException as error:
+        router.fail(error)
 
 
 def _run(loop: EngineLoop, outbox: queue.SimpleQueue[Outbound | None]) -> None:

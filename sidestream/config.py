@@ -1,28 +1,28 @@
-"""Every option of the engine, declared once: default, limits, help. Flags, environment variables and docs come from here."""
+"""Every option of the engine and of the server, declared once: default, limits, help. Flags, variables and docs come from here."""
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 from sidestream.errors import ConfigError
-from sidestream.options import ENVIRONMENT_PREFIX, Field, Option, checked, did_you_mean, fields_of, read, shown, variable_of
-
-log = logging.getLogger("sidestream")
+from sidestream.options import Field, Option, checked, did_you_mean, fields_of, shown, variable_of
+from sidestream.sources import build, gather, read_file, warn_of_unknown_variables
 
 GIB, MIB = 2**30, 2**20
 MAX_PAGE_SIZE = 256
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 30000
+KEY = re.compile(r"[!-~]+")  # what a header of HTTP carries unchanged
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 CACHE_HELP = (
     "The default model is kept in the directory SIDESTREAM_CACHE (default: sidestream below XDG_CACHE_HOME, which is ~/.cache "
     "unless set), models of the Hugging Face Hub where HF_HOME says."
 )
-# Variables that are not options: where models are kept, what the native kernels may use, and what only tests read.
-OTHER_VARIABLES = ("SIDESTREAM_CACHE", "SIDESTREAM_CPU_ISA")
-TEST_VARIABLES = "SIDESTREAM_TEST_"
+CONFIG_HELP = "SIDESTREAM_CONFIG names a file of options, .toml or .yaml; flags and variables go before it."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,16 @@ class EngineConfig:
 
     model: Annotated[
         str,
-        Option("Model: a name (smollm2), a .gguf file, a directory or a Hugging Face repository.", positional=True),
+        Option(
+            "Model: a name (smollm2), a .gguf file, a directory or a Hugging Face repository.",
+            positional=True,
+            aliases=("--model-path", "--model"),
+        ),
     ] = field(default="smollm2", kw_only=False)
-    tokenizer: Annotated[str | None, Option("Tokenizer: a file or a directory. Default: the model's own.", metavar="PATH")] = None
+    tokenizer: Annotated[
+        str | None,
+        Option("Tokenizer: a file or a directory. Default: the model's own.", metavar="PATH", aliases=("--tokenizer-path",)),
+    ] = None
     dtype: Annotated[
         str,
         Option(
@@ -54,7 +61,10 @@ class EngineConfig:
         int | None,
         Option("Most tokens of prompt and output together. Default: the model's.", low=1, aliases=("--max-model-len",)),
     ] = None
-    page_size: Annotated[int, Option("Token positions per page of the KV cache: a power of two.", low=1, high=MAX_PAGE_SIZE)] = 16
+    page_size: Annotated[
+        int,
+        Option("Token positions per page of the KV cache: a power of two.", low=1, high=MAX_PAGE_SIZE, aliases=("--block-size",)),
+    ] = 16
     kv_tokens: Annotated[int | None, Option("Size of the KV cache in tokens.", low=1, aliases=("--max-total-tokens",))] = None
     kv_memory: Annotated[
         int | None,
@@ -82,13 +92,18 @@ class EngineConfig:
         str,
         Option("Order of the queue: first come first served, or longest cached prefix first.", choices=("fcfs", "lpm")),
     ] = "fcfs"
-    disable_radix_cache: Annotated[bool, Option("Do not keep the KV cache of finished requests for later prompts.")] = False
+    disable_radix_cache: Annotated[
+        bool,
+        Option("Do not keep the KV cache of finished requests for later prompts.", aliases=("--no-enable-prefix-caching",)),
+    ] = False
     overlap: Annotated[
         bool | None,
         Option(
             "Launch a step before the results of the last one are processed. Default: by measurement, per device.",
             flag="--overlap-schedule",
             off_flag="--disable-overlap-schedule",
+            aliases=("--async-scheduling",),
+            off_aliases=("--no-async-scheduling",),
         ),
     ] = None
     threads: Annotated[int | None, Option("CPU threads that compute. Default: chosen.", low=1)] = None
@@ -106,15 +121,13 @@ class EngineConfig:
     ] = 64 * MIB
     log_level: Annotated[
         str,
-        Option("Least severity that is logged; sidestream run takes warning by default.", choices=("debug", "info", "warning", "error")),
+        Option(
+            "Least severity that is logged; run, bench and chat take warning by default.", choices=("debug", "info", "warning", "error")
+        ),
     ] = "info"
 
     def __post_init__(self) -> None:
-        for declared in fields_of(EngineConfig):
-            try:
-                object.__setattr__(self, declared.name, checked(declared, getattr(self, declared.name)))
-            except ValueError as error:
-                raise ConfigError(f"{declared.name}: {error}") from None
+        _normalise(self)
         if self.page_size & (self.page_size - 1):
             limit = f"a power of two between 1 and {MAX_PAGE_SIZE}"
             raise ConfigError(f"page_size: got {self.page_size}, must be {limit}")
@@ -125,52 +138,125 @@ class EngineConfig:
 
     @classmethod
     def from_env(cls, model: str | None = None, *, environ: Mapping[str, str] = os.environ, **overrides: Any) -> EngineConfig:
-        """A configuration from explicit arguments, then `SIDESTREAM_*` variables, then the defaults. Raises ConfigError."""
-        warn_of_unknown_variables(environ)
-        declared = {item.name: item for item in fields_of(cls)}
+        """A configuration from explicit arguments, then `SIDESTREAM_*` variables, the file they name, the defaults. Raises ConfigError."""
+        names = [field.name for field in fields_of(cls)]
         for name, value in overrides.items():
-            if name not in declared:
-                raise ConfigError(f"{name}: got {shown(value)}, but no such option exists", hint=did_you_mean(name, declared))
-        if model is not None:
-            overrides["model"] = model
-        values = {}
-        for item in declared.values():
-            if item.name not in overrides:
-                values.update(_from_environment(item, environ))
-        return cls(**values, **overrides)
+            if name not in names:
+                raise ConfigError(f"{name}: got {shown(value)}, but no such option exists", hint=did_you_mean(name, names))
+        return configured(overrides if model is None else overrides | {"model": model}, environ=environ, only=(cls,)).engine
 
 
-def warn_of_unknown_variables(environ: Mapping[str, str] = os.environ) -> None:
-    """A misspelt variable would set nothing, silently."""
-    for variable in environ:
-        if variable.startswith(ENVIRONMENT_PREFIX) and not variable.startswith(TEST_VARIABLES):
-            _warn_if_unknown(variable)
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig:
+    """The options of one server, besides those of its engine. Raises ConfigError, naming the field, the value and the limit."""
+
+    host: Annotated[str, Option("Address to listen on; 0.0.0.0 for all of this machine's.", metavar="ADDRESS")] = DEFAULT_HOST
+    port: Annotated[int, Option("Port to listen on; 0 takes any free one.", low=0, high=65535)] = DEFAULT_PORT
+    uds: Annotated[str | None, Option("Unix domain socket to listen on, in place of host and port.", metavar="PATH")] = None
+    api_key: Annotated[
+        Sequence[str],
+        Option("Key that every request must carry. May be repeated; the variable takes several, with commas.", metavar="KEY", secret=True),
+    ] = field(default=(), repr=False)
+    admin_api_key: Annotated[
+        str | None,
+        Option("Key of the routes that change the server; without one they answer to this machine only.", metavar="KEY", secret=True),
+    ] = field(default=None, repr=False)
+    cors_origin: Annotated[
+        Sequence[str],
+        Option(
+            "Origin whose pages may call the server from a browser, or * for all. May be repeated.",
+            metavar="ORIGIN",
+            aliases=("--allowed-origins",),
+        ),
+    ] = ()
+    served_model_name: Annotated[str | None, Option("Name of the model in requests and answers. Default: its own.", metavar="NAME")] = None
+    chat_template: Annotated[str | None, Option("File with a chat template. Default: the model's own.", metavar="FILE")] = None
+    hidden_states: Annotated[
+        str, Option("Most that a request may ask of hidden states: none, its last row, or all.", choices=("off", "last", "full"))
+    ] = "full"
+    max_body_size: Annotated[int, Option("Most bytes of a request's body.", low=1, size=True)] = 64 * MIB
+    shutdown_timeout: Annotated[
+        float,
+        Option("Seconds that open requests get to end when the server is told to stop.", low=0.0, above_low=True),
+    ] = 30.0
+    metrics_compat: Annotated[
+        str | None, Option("Name the metrics as another engine does, for dashboards made for it.", choices=("sglang", "vllm"))
+    ] = None
+    otlp_endpoint: Annotated[
+        str | None,
+        Option("Where traces of requests are sent, by OTLP over HTTP.", metavar="URL", aliases=("--otlp-traces-endpoint",)),
+    ] = None
+    log_format: Annotated[str, Option("Lines for people, or one JSON object per line.", choices=("text", "json"))] = "text"
+    config: Annotated[str | None, Option("File of options, .toml or .yaml; flags and variables go before it.", metavar="FILE")] = None
+
+    def __post_init__(self) -> None:
+        _normalise(self)
+        changed = [name for name, default in (("host", DEFAULT_HOST), ("port", DEFAULT_PORT)) if getattr(self, name) != default]
+        if self.uds is not None:
+            _refuse_beside_uds(changed)
+        keys = [("api_key", key) for key in self.api_key] + [("admin_api_key", self.admin_api_key or "x")]
+        for name, key in keys:
+            if not KEY.fullmatch(key):
+                raise ConfigError(f"{name}: got a key that no header can carry, must be visible ASCII characters without spaces")
+        for origin in self.cors_origin:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ConfigError(f"cors_origin: got {shown(origin)}, must be an origin such as https://example.com, or *")
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"otlp_endpoint: got {shown(self.otlp_endpoint)}, must be a URL such as http://localhost:4318")
+        if self.chat_template is not None:
+            _check_readable("chat_template", self.chat_template)
 
 
-@cache  # once per process
-def _warn_if_unknown(variable: str) -> None:
-    flags = [flag for item in fields_of(EngineConfig) for flag in (item.flag, item.option.off_flag) if flag is not None]
-    known = [*map(variable_of, flags), *OTHER_VARIABLES]
-    if variable not in known:
-        log.warning("%s is set, but there is no such variable. %s", variable, did_you_mean(variable, known) or "See docs/options.md.")
+class Configured(NamedTuple):
+    """The options of an engine and of the server around it, and of each one that is not left to its default, where it comes from."""
+
+    engine: EngineConfig
+    serve: ServeConfig
+    sources: Mapping[str, str]  # by name: a variable or a file; empty for an explicit argument
 
 
-def _from_environment(item: Field, environ: Mapping[str, str]) -> dict[str, Any]:
-    """`{name: value}` when the environment sets the option, else `{}`. Raises ConfigError, naming the variable."""
-    found: dict[str, Any] = {}
-    sources = [(variable_of(item.flag), True)]
-    if item.option.off_flag is not None:
-        sources.append((variable_of(item.option.off_flag), False))
-    for variable, straight in sources:
-        text = environ.get(variable, "")
-        if not text:  # a variable that is set but empty counts as not set
-            continue
+def configured(
+    explicit: Mapping[str, Any], *, environ: Mapping[str, str] = os.environ, only: Sequence[type] = (EngineConfig, ServeConfig)
+) -> Configured:
+    """Explicit values, then `SIDESTREAM_*` variables, then the file of `config`, then the defaults. Raises ConfigError.
+
+    Declarations that are not in `only` keep their defaults.
+    """
+    declared = declared_options()
+    warn_of_unknown_variables(declared, environ)
+    path = explicit.get("config") or environ.get(variable_of("--config"))
+    file = read_file(Path(path), [each for each in declared if each.name != "config"]) if path else {}
+    given = {each: gather(fields_of(each), explicit, environ, file) for each in only}
+    server = given.get(ServeConfig, {})
+    if "uds" in server and server["uds"].value is not None:
+        beside = [(name, server[name].source) for name in ("host", "port") if name in server]
+        _refuse_beside_uds([f"{name} (from {source})" if source else name for name, source in beside])
+    made = {each: build(each, values) for each, values in given.items()}
+    sources = {name: source for values in given.values() for name, (_, source) in values.items()}
+    return Configured(made.get(EngineConfig) or EngineConfig(), made.get(ServeConfig) or ServeConfig(), sources)
+
+
+def declared_options() -> tuple[Field, ...]:
+    """Every option that a flag, a variable or a file may set."""
+    return (*fields_of(EngineConfig), *fields_of(ServeConfig))
+
+
+def _normalise(config: object) -> None:
+    for declared in fields_of(type(config)):
         try:
-            value = read(item, text)
+            object.__setattr__(config, declared.name, checked(declared, getattr(config, declared.name)))
         except ValueError as error:
-            raise ConfigError(f"{variable}: {error}") from None
-        value = value if straight else not value
-        if found and found[item.name] != value:
-            raise ConfigError(f"{variable}: got {text}, which contradicts {sources[0][0]}={environ[sources[0][0]]}")
-        found[item.name] = value
-    return found
+            raise ConfigError(f"{declared.name}: {error}") from None
+
+
+def _refuse_beside_uds(given: Sequence[str]) -> None:
+    if given:
+        raise ConfigError(f"uds: got {' and '.join(given)} too, must be alone: a server listens on one or the other")
+
+
+def _check_readable(name: str, path: str) -> None:
+    try:
+        Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"{name}: {path} cannot be read: {reason}") from None

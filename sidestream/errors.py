@@ -14,6 +14,11 @@ class SidestreamError(Exception):
         self.message = message
         self.hint = hint
 
+    def one_line(self) -> str:
+        """What was wrong and what to do, as the command line says it."""
+        message = " ".join(self.message.split())
+        return message if self.hint is None else f"{message.rstrip('.')}. {' '.join(self.hint.split())}"
+
 
 class InvalidRequest(SidestreamError, ValueError):
     """A field of a request has a value it cannot have. Raised before anything is queued."""
@@ -24,6 +29,7 @@ class InvalidRequest(SidestreamError, ValueError):
     def __init__(self, param: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(f"{param}: {message}", hint=hint)
         self.param = param
+        self.said = message  # without the field
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -45,6 +51,16 @@ class NoToken(SidestreamError):
     code = "no_token"
 
 
+class EngineFault(SidestreamError):
+    """Something unforeseen went wrong in the engine's process; the message begins with the kind of the error."""
+
+
+class SlowReader(SidestreamError):
+    """A stream was read so slowly that what waited for its reader passed the bound; its request was aborted."""
+
+    code = "slow_reader"
+
+
 class EngineDead(SidestreamError):
     """The engine stopped with an error; every open request gets this one."""
 
@@ -64,3 +80,34 @@ class ModelError(SidestreamError):
 
 class DownloadError(ModelError):
     """A model could not be fetched."""
+
+
+class BodyTooLarge(SidestreamError):
+    """The body of a request to the server is larger than it may be."""
+
+    status = 413
+    code = "body_too_large"
+
+
+class InvalidKey(SidestreamError):
+    """The request has no key of the server, or a wrong one."""
+
+    status = 401
+    code = "invalid_api_key"
+
+
+class Forbidden(SidestreamError):
+    """The request needs rights that its key does not give."""
+
+    status = 403
+    code = "forbidden"
+
+
+class Unavailable(SidestreamError):
+    """The server takes no requests now; `code` says why: it is loading, draining, stalled or failed."""
+
+    status = 503
+
+    def __init__(self, message: str, *, code: str = "loading", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code

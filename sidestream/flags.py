@@ -30,6 +30,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("words", nargs="*", metavar=words, help=words_help)
         self.nargs: dict[str, Any] = {"-h": 0, "--help": 0}  # of each flag: None takes a value, "?" may take one
         self.readers: dict[str, Callable[[str], Any]] = {}
+        self.meant: dict[str, str] = {}  # of a flag that is not shown, the one that is
+        self.refused: dict[str, str] = {}  # other engines' flags that there cannot be, and why
         self.doubts: list[str] = []  # complaints about a word after a flag with an optional value, should it be meant as one
 
     def option(self, group: argparse._ActionsContainer, *flags: str, **keywords: Any) -> None:
@@ -37,15 +39,25 @@ class Parser(argparse.ArgumentParser):
         self.nargs |= dict.fromkeys(flags, action.nargs)
         self.readers |= dict.fromkeys(flags, keywords.get("type", str))
 
+    def ignore(self, *flags: str) -> None:
+        """Accept other engines' switches for what is always so here, and do nothing about them."""
+        for flag in flags:
+            self.option(self, flag, action="store_true", help=argparse.SUPPRESS, dest=f"ignored {flag}")
+
     def parse(self, words: Sequence[str]) -> dict[str, Any]:
         """The arguments that were given, by name; `words` always. Raises UsageError."""
         cut = words.index("--") if "--" in words else len(words)
+        for flag in (word.split("=")[0] for word in words[:cut]):
+            if flag in self.refused:
+                self.error(f"{flag}: {self.refused[flag]}")
         given, unknown = self.parse_known_intermixed_args(self._joined(words[:cut]))
         if unknown:
-            from sidestream.options import did_you_mean
+            from sidestream.options import nearest
 
             flag = unknown[0].split("=")[0]
-            advice = did_you_mean(flag, self.nargs) or f"See {self.prog} --help; words that begin with a dash go after --"
+            near = nearest(flag, self.nargs)
+            other = f"See {self.prog} --help; words that begin with a dash go after --"
+            advice = f"Did you mean {self.meant.get(near, near)}?" if near else other
             self.error(f"unknown flag {flag}. {advice}")
         arguments = vars(given)
         arguments["words"] = [*arguments.get("words", ()), *words[cut + 1 :]]
@@ -97,7 +109,10 @@ def add_options(
 
     group = parser.add_argument_group(title)
     for field in fields_of(declaration):
-        if not field.option.positional:
+        if field.option.positional:
+            others = [flag for flag in field.option.aliases if flag not in parser.nargs]
+            parser.option(group, *others, dest=field.name, type=_reader(field), help=argparse.SUPPRESS)
+        else:
             _add_option(parser, group, field, (defaults or {}).get(field.name, written_default(field)), variables)
 
 
@@ -117,6 +132,8 @@ def _add_option(parser: Parser, group: argparse._ArgumentGroup, field: Field, de
         parser.option(either, flag, action="store_true", help=text, **keywords)
         opposite = described(f"The opposite of {flag}.", variable_of(option.off_flag) if variables else "")
         parser.option(either, option.off_flag, action="store_false", help=opposite, **keywords)
+        _add_aliases(parser, either, flag, option.aliases, keywords | {"action": "store_true"})
+        _add_aliases(parser, either, option.off_flag, option.off_aliases, keywords | {"action": "store_false"})
         return
     if isinstance(field.default, bool) and field.kind.metavar is None:
         keywords["action"] = "store_false" if field.default else "store_true"
@@ -129,8 +146,13 @@ def _add_option(parser: Parser, group: argparse._ArgumentGroup, field: Field, de
         if field.kind.combine is not None:
             keywords["action"] = "append"
     parser.option(group, flag, help=text, **keywords)
-    if option.aliases:
-        parser.option(group, *option.aliases, **keywords | {"help": argparse.SUPPRESS})
+    _add_aliases(parser, group, flag, option.aliases, keywords)
+
+
+def _add_aliases(parser: Parser, group: argparse._ActionsContainer, flag: str, aliases: Sequence[str], keywords: Mapping[str, Any]) -> None:
+    if aliases:
+        parser.option(group, *aliases, **{**keywords, "help": argparse.SUPPRESS})
+        parser.meant |= dict.fromkeys(aliases, flag)
 
 
 def _reader(field: Field) -> Callable[[str], Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -33,18 +32,19 @@ class Abort(NamedTuple):
     keys: frozenset[int] | None = None  # of a caller that gives up: the rid may belong to somebody else by now
 
 
-class Call(NamedTuple):
-    """Run `ask(engine)` between two steps and hand the answer to `reply`: statistics, flushing the cache, checks."""
+class Ask(NamedTuple):
+    """A question to the engine, answered between two steps: one of `engine.questions.ANSWERS`."""
 
-    ask: Callable[[Any], Any]
-    reply: Callable[[Any], None]
+    id: int
+    what: str
+    argument: str | None = None
 
 
 class Stop(NamedTuple):
     """End the loop: requests still open are aborted."""
 
 
-Inbound = Submit | Abort | Call | Stop
+Inbound = Submit | Abort | Ask | Stop
 
 
 class LogprobRows(NamedTuple):
@@ -93,10 +93,24 @@ class StepOutputs(NamedTuple):
     finished: dict[int, Finish]
 
 
+class Answer(NamedTuple):
+    """To the question `id`: a plain value, or what went wrong."""
+
+    id: int
+    value: Any
+    error: Exception | None = None
+
+
+class Report(NamedTuple):
+    """The engine's counters, a few times a second while it works: a sign of life, and what metrics are made of."""
+
+    stats: dict[str, Any]
+
+
 class EngineFailed(NamedTuple):
     """The loop ended with this error: no open request will get another answer."""
 
     error: BaseException
 
 
-Outbound = StepOutputs | EngineFailed
+Outbound = StepOutputs | Answer | Report | EngineFailed

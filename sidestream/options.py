@@ -1,7 +1,7 @@
 """How an option is declared: a dataclass field whose annotation carries an `Option`.
 
 From that one declaration come the check of its value, its flag, its environment variable, its help and its row in the docs.
-`EngineConfig`, `SamplingParams` and `OutputParams` are declared this way.
+`EngineConfig`, `ServeConfig`, `SamplingParams` and `OutputParams` are declared this way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 ENVIRONMENT_PREFIX = "SIDESTREAM_"
+MASK = "***"  # in place of a secret
 SIZE_UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     SIZE_UNITS |= {f"{_letter}iB": 1024**_power, f"{_letter}B": 1000**_power}
@@ -39,7 +40,9 @@ class Option:
     off_flag: str | None = None  # the flag that says no, where None means "decide for me"
     off_help: str | None = None  # what the flag does that turns off an option that is on by default
     aliases: tuple[str, ...] = ()  # other engines' names for the flag: accepted, not shown
+    off_aliases: tuple[str, ...] = ()  # the same for `off_flag`
     positional: bool = False
+    secret: bool = False  # a key: no message, log or report shows the value
 
 
 class Kind(NamedTuple):
@@ -75,10 +78,15 @@ def variable_of(flag: str) -> str:
     return ENVIRONMENT_PREFIX + flag.lstrip("-").replace("-", "_").upper()
 
 
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that may have been meant, or None when nothing is near."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.6)), None)
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """A sentence that offers the nearest known word, or None when nothing is near."""
-    near = get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]}?" if near else None
+    near = nearest(word, known)
+    return f"Did you mean {near}?" if near else None
 
 
 def shown(value: object, limit: int = 80) -> str:
@@ -296,14 +304,18 @@ def checked(field: Field, value: Any) -> Any:
     try:
         normal = field.kind.convert(value)
     except (ValueError, TypeError, ArithmeticError):
-        raise ValueError(f"got {shown(value)}, must be {requirement(field)}") from None
+        raise ValueError(f"got {_quoted(field, value)}, must be {requirement(field)}") from None
     items = normal.values() if isinstance(normal, dict) else normal if isinstance(normal, tuple) else (normal,)
     if isinstance(normal, (dict, tuple)) and option.max_items is not None and len(items) > option.max_items:
         raise ValueError(f"got {len(items)} of them, must be {requirement(field)}")
     for item in items:
         if (option.choices and item not in option.choices) or (isinstance(item, (int, float)) and not _within(option, item)):
-            raise ValueError(f"got {shown(item)}, must be {requirement(field)}")
+            raise ValueError(f"got {_quoted(field, item)}, must be {requirement(field)}")
     return normal
+
+
+def _quoted(field: Field, value: Any) -> str:
+    return "a value that is not shown here" if field.option.secret else shown(value)
 
 
 def read(field: Field, text: str) -> Any:
@@ -312,8 +324,14 @@ def read(field: Field, text: str) -> Any:
     try:
         value = field.kind.read(text)
     except (ValueError, TypeError):
-        raise ValueError(f"got {shown(text)}, must be {requirement(written)}") from None
+        raise ValueError(f"got {_quoted(field, text)}, must be {requirement(written)}") from None
     return checked(written, value)
+
+
+def disclosed(config: Any) -> dict[str, Any]:
+    """The fields of a declared dataclass by name, as a report may show them: keys are `***`."""
+    values = {field.name: (field, getattr(config, field.name)) for field in fields_of(type(config))}
+    return {name: MASK if field.option.secret and value else value for name, (field, value) in values.items()}
 
 
 def options_table(declaration: type, *, variables: bool = False) -> str:

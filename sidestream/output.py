@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     import torch
@@ -40,12 +44,37 @@ class Logprobs:
 class HiddenStates:
     """Hidden rows, in order of position; in a stream only those not sent before."""
 
-    data: torch.Tensor  # [rows, layers, hidden], CPU, owned by this output
-    positions: Sequence[int] | torch.Tensor  # [rows], absolute
+    raw: npt.NDArray[np.uint8]  # the bytes of [rows, layers, hidden] in `dtype`, owned by this output
+    dtype: str  # "float32", "float16" or "bfloat16"
+    shape: tuple[int, int, int]
+    positions: Sequence[int]  # [rows], absolute
     layers: tuple[int, ...]  # as the request numbered them
 
+    @classmethod
+    def of(cls, data: torch.Tensor, positions: Sequence[int], layers: tuple[int, ...]) -> HiddenStates:
+        """From a tensor [rows, layers, hidden] in host memory."""
+        import torch
+
+        rows, each, hidden = data.shape
+        raw: npt.NDArray[np.uint8] = data.contiguous().view(torch.uint8).numpy().reshape(-1)
+        return cls(raw, str(data.dtype).removeprefix("torch."), (rows, each, hidden), positions, layers)
+
+    @cached_property
+    def data(self) -> torch.Tensor:
+        """[rows, layers, hidden], CPU; the memory of `raw`."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return torch.from_numpy(self.raw).view(dtype).view(self.shape) if self.raw.size else torch.empty(self.shape, dtype=dtype)
+
+    def numbers(self) -> npt.NDArray[np.floating[Any]]:
+        """[rows, layers, hidden] for numpy, which has no bfloat16: that is widened to float32."""
+        if self.dtype == "bfloat16":
+            return (self.raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+        return self.raw.view(self.dtype).reshape(self.shape)
+
     def __repr__(self) -> str:
-        return f"HiddenStates({str(self.data.dtype).removeprefix('torch.')} {list(self.data.shape)}, layers={self.layers})"
+        return f"HiddenStates({self.dtype} {list(self.shape)}, layers={self.layers})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +137,13 @@ def _json_rows(rows: Any) -> Any:
 
 def hidden_states_to_dict(states: HiddenStates) -> dict[str, Any]:
     """Type, shape, layers and positions, and the rows as nested lists: NaN and infinities are null."""
-    rows = states.data.tolist()  # already in host memory
-    finite = bool(states.data.isfinite().all())
-    positions = states.positions if isinstance(states.positions, Sequence) else states.positions.tolist()
+    numbers = states.numbers()
+    rows, finite = numbers.tolist(), bool(np.isfinite(numbers).all())
     return {
-        "dtype": str(states.data.dtype).removeprefix("torch."),
-        "shape": list(states.data.shape),
+        "dtype": states.dtype,
+        "shape": list(states.shape),
         "layers": list(states.layers),
-        "positions": list(positions),
+        "positions": list(states.positions),
         "data": rows if finite else _json_rows(rows),
     }
 

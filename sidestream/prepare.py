@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import queue
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from sidestream.answers import Prompt
-from sidestream.assemble import Assembled
+from sidestream.answers import Choice, Mailbox, Prompt
 from sidestream.engine.outputs import row_bytes
 from sidestream.errors import ContextLengthExceeded, InvalidRequest
+from sidestream.frontend import Facts, Frontend
 from sidestream.options import shown
 from sidestream.params import SamplingParams, outputs_per_prompt, per_prompt
 
 PromptLike = str | Sequence[int]
 
 
-def encode(engine: Assembled, prompt: PromptLike) -> list[int]:
+def encode(frontend: Frontend, prompt: PromptLike) -> list[int]:
     """Token ids of one prompt, text or ids. Raises InvalidRequest."""
     if isinstance(prompt, str):
-        ids = engine.tokenizer.encode(prompt)
+        ids = frontend.tokenizer.encode(prompt)
     else:
         ids = _token_ids(prompt)
-        limit = engine.spec.vocab_size
+        limit = frontend.facts.vocab_size
         for token in ids:
             if not 0 <= token < limit:
                 raise InvalidRequest("prompt", f"got token id {token}, must be between 0 and {limit - 1} (the vocabulary)")
@@ -35,12 +34,15 @@ def encode(engine: Assembled, prompt: PromptLike) -> list[int]:
 
 
 def prepare(
-    engine: Assembled,
+    frontend: Frontend,
     ids: list[list[int]],
     sampling_params: Any,
     rid: Any,
     outputs: Mapping[str, Any],
     *,
+    events: Mailbox,
+    kind: type[Choice],
+    keys: Iterator[int],
     max_output_bytes: int,
 ) -> list[Prompt]:
     """Check the parameters of every prompt of a call against the model. Raises InvalidRequest, naming field, value and limit."""
@@ -50,31 +52,31 @@ def prepare(
     if len(set(rids)) < count:
         twice = next(name for name in rids if rids.count(name) > 1)
         raise InvalidRequest("rid", f"got {twice!r} for more than one prompt, must be different ids")
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    prompts = []
+    facts, prompts = frontend.facts, []
     for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
         if not isinstance(sampling, SamplingParams):
             raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
-        sampling.check(vocab_size=engine.spec.vocab_size, eos_token_ids=engine.limits.eos_token_ids)
-        _check_length(engine, len(tokens), sampling)
+        sampling.check(vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
+        _check_length(facts, len(tokens), sampling)
         prompt = Prompt(
             rid=name,
             ids=tokens,
             sampling=sampling,
-            plan=wanted.check(vocab_size=engine.spec.vocab_size, num_layers=engine.spec.num_layers, prompt_len=len(tokens)),
-            max_tokens=min(sampling.max_new_tokens, engine.limits.context - len(tokens)),
-            hidden_size=engine.spec.hidden_size,
-            compute_dtype=str(engine.dtype).removeprefix("torch."),
-            tokenizer=engine.tokenizer,
+            plan=wanted.check(vocab_size=facts.vocab_size, num_layers=facts.num_layers, prompt_len=len(tokens)),
+            max_tokens=min(sampling.max_new_tokens, facts.context - len(tokens)),
+            hidden_size=facts.hidden_size,
+            compute_dtype=facts.dtype,
+            tokenizer=frontend.tokenizer,
             events=events,
         )
-        _check_bytes(engine, prompt, max_output_bytes)
+        _check_bytes(facts, prompt, max_output_bytes)
+        prompt.choices = [kind(prompt, index, next(keys)) for index in range(sampling.n)]
         prompts.append(prompt)
     return prompts
 
 
-def _check_length(engine: Assembled, count: int, sampling: SamplingParams) -> None:
-    context = engine.limits.context
+def _check_length(facts: Facts, count: int, sampling: SamplingParams) -> None:
+    context = facts.context
     if count > context or (count == context and sampling.max_new_tokens > 0):
         more = "" if count > context else f" and max_new_tokens is {sampling.max_new_tokens}: there is no room for any output"
         raise ContextLengthExceeded(
@@ -84,16 +86,16 @@ def _check_length(engine: Assembled, count: int, sampling: SamplingParams) -> No
         )
 
 
-def _check_bytes(engine: Assembled, prompt: Prompt, max_output_bytes: int) -> None:
+def _check_bytes(facts: Facts, prompt: Prompt, max_output_bytes: int) -> None:
     """One row must fit the arena, and all rows together what one request may ask for."""
     plan, sampling = prompt.plan, prompt.sampling
-    row = row_bytes(plan, engine.spec.hidden_size, engine.dtype.itemsize)
+    row = row_bytes(plan, facts.hidden_size, facts.itemsize)
     smallest = 4 + row.hidden + 2 * row.logprob
-    if smallest > engine.arena_bytes:
+    if smallest > facts.arena_bytes:
         fields = [*["hidden_states_layers"] * bool(row.hidden), *["top_logprobs_num", "token_ids_logprob"] * bool(row.logprob)]
         raise InvalidRequest(
             "arena_memory",
-            f"got {engine.arena_bytes} bytes, must be at least {smallest}: what one position of this request needs",
+            f"got {facts.arena_bytes} bytes, must be at least {smallest}: what one position of this request needs",
             hint=f"Raise --arena-memory{', or ask for less with ' + ' or '.join(fields) if fields else ''}.",
         )
     length = len(prompt.ids)

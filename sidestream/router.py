@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import queue
+import itertools
 import secrets
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from sidestream.answers import Choice, Delta, Prompt, StreamedChoice, deltas
-from sidestream.engine.loop import EngineLoop
-from sidestream.errors import EngineDead, InvalidRequest, QueueFull
-from sidestream.messages import Abort, EngineFailed, Finish, Outbound, StepOutputs, Submit
+from sidestream.answers import Choice, Delta, Prompt, StreamedChoice, dead, deltas
+from sidestream.errors import InvalidRequest, QueueFull
+from sidestream.messages import Abort, Answer, Ask, EngineFailed, Finish, Inbound, Outbound, Report, StepOutputs, Submit
+
+Reply = Callable[[Any, BaseException | None], None]  # takes the answer, or what went wrong
 
 
 class Router:
-    """All that the receiving thread needs. It does not refer to the `Engine`, so that one nobody uses any more is collected and ends.
+    """All that the receiving side needs. It does not refer to the `Engine`, so that one nobody uses any more is collected and ends.
 
-    `limit` prompts may be in the loop at a time; the others of a call are held back, and calls take turns when a place becomes free.
+    `send` gives a message to the loop, `take` gets what it says. `limit` prompts may be in the loop at a time; the others of a call
+    are held back, and calls take turns when a place becomes free.
     """
 
-    def __init__(self, loop: EngineLoop, outbox: queue.SimpleQueue[Outbound | None], limit: int) -> None:
-        self._loop = loop
-        self._outbox = outbox
+    def __init__(self, send: Callable[[Inbound], None], limit: int) -> None:
+        self._send = send
         self._limit = limit
         self._lock = threading.Lock()
+        self.keys = itertools.count(1)  # of choices
+        self._ids = itertools.count(1)  # of questions
         self._placed: set[str] = set()  # prompts that the loop has, by rid
         self._held: deque[deque[Prompt]] = deque()  # the others, by call
+        self._replies: dict[int, Reply] = {}  # of questions not answered yet, by id
         self.prompts: dict[str, Prompt] = {}  # open ones, by rid
         self.choices: dict[int, Choice] = {}  # of prompts that the loop has, by key
+        self.report: Report | None = None  # the loop's latest
+        self.busy_since = 0.0  # when a prompt came while none was open, by time.monotonic()
         self.failure: BaseException | None = None
 
     # For the calls
@@ -45,6 +53,8 @@ class Router:
                     raise InvalidRequest("rid", f"got {prompt.rid!r}, must differ from the ids of requests that are still open")
             if not wait and len(self._placed) + len(prompts) > self._limit:
                 raise QueueFull(f"{self._limit} requests are running or waiting", hint="Try again later, or raise --max-queued-requests.")
+            if not self.prompts:
+                self.busy_since = time.monotonic()
             self.prompts.update((prompt.rid, prompt) for prompt in prompts)
             self._held.append(deque(prompts))
             self._feed()
@@ -56,7 +66,7 @@ class Router:
             if prompt is None:
                 return
             if rid in self._placed:
-                self._loop.inbox.put(abort_of(prompt))
+                self._send(abort_of(prompt))
                 return
             self._end(prompt)
         finish = Finish("abort", None, None, False, {"token": 0, "logprob": 0, "hidden": 0})
@@ -69,7 +79,7 @@ class Router:
             for prompt in prompts:
                 if self.prompts.get(prompt.rid) is prompt:  # its rid may belong to somebody else by now
                     if prompt.rid in self._placed:
-                        self._loop.inbox.put(abort_of(prompt))
+                        self._send(abort_of(prompt))
                     self._end(prompt)
             self._feed()
 
@@ -78,19 +88,29 @@ class Router:
         if self.failure is not None:
             raise dead(self.failure)
 
-    # The receiving thread
+    def ask(self, what: str, argument: str | None, reply: Reply) -> None:
+        """Put a question to the loop (`engine.questions.ANSWERS`). `reply` is called once, by whoever receives."""
+        with self._lock:
+            self.check()
+            question = Ask(next(self._ids), what, argument)
+            self._replies[question.id] = reply
+            self._send(question)
 
-    def run(self) -> None:
-        """Route what the loop says to the calls that wait for it, until the loop has ended."""
-        try:
-            while (message := self._outbox.get()) is not None:
-                if isinstance(message, EngineFailed):
-                    self._fail(message.error)
-                else:
-                    self._route(message)
-            self._fail(EngineDead("the engine is closed"))
-        except BaseException as error:  # nobody may wait for an answer that cannot come
-            self._fail(error)
+    # For the one who receives
+
+    def take(self, message: Outbound) -> None:
+        """Route what the loop says to the calls that wait for it."""
+        if isinstance(message, StepOutputs):
+            self._route(message)
+        elif isinstance(message, Report):
+            self.report = message
+        elif isinstance(message, Answer):
+            with self._lock:
+                reply = self._replies.pop(message.id, None)
+            if reply is not None:
+                reply(message.value, message.error)
+        elif isinstance(message, EngineFailed):
+            self.fail(message.error)
 
     def _route(self, step: StepOutputs) -> None:
         for key, cached in step.cached_tokens.items():
@@ -120,15 +140,20 @@ class Router:
                 self._end(prompt)
                 self._feed()
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
+        """The loop says no more: nobody may wait for an answer that cannot come."""
         with self._lock:
             self.failure = self.failure or error
             waiting = {id(prompt.events): prompt.events for prompt in self.prompts.values()}
             self.prompts.clear()
             self.choices.clear()
             self._held.clear()
+            replies = list(self._replies.values())
+            self._replies.clear()
         for events in waiting.values():
             events.put(error)
+        for reply in replies:
+            reply(None, error)
 
     # With the lock
 
@@ -150,7 +175,7 @@ class Router:
         self.choices.update((choice.key, choice) for choice in prompt.choices)
         for choice in prompt.choices:
             follows = primary if choice.index else None
-            self._loop.inbox.put(Submit(choice.key, prompt.rid, choice.index, ids, sampling, prompt.plan, follows))
+            self._send(Submit(choice.key, prompt.rid, choice.index, ids, sampling, prompt.plan, follows))
 
     def _end(self, prompt: Prompt) -> None:
         """Its rid and its place are free."""
@@ -163,12 +188,3 @@ class Router:
 def abort_of(prompt: Prompt) -> Abort:
     """By the keys of its choices: the rid may have another owner when the message arrives."""
     return Abort(prompt.rid, frozenset(choice.key for choice in prompt.choices))
-
-
-def dead(error: BaseException) -> EngineDead:
-    """The error of everybody who asks an engine that has ended with `error`."""
-    if isinstance(error, EngineDead):
-        return EngineDead(error.message)
-    made = EngineDead(f"the engine stopped: {type(error).__name__}: {error}")
-    made.__cause__ = error
-    return made

@@ -65,10 +65,9 @@ def test_logprobs_are_strictly_valid_json():
     }
 
 
-@pytest.mark.parametrize("positions", [[3, 4], torch.tensor([3, 4])], ids=["list", "tensor"])
-def test_hidden_states_carry_type_shape_layers_and_positions(positions):
+def test_hidden_states_carry_type_shape_layers_and_positions():
     data = torch.tensor([[[1.0, 0.1]], [[NAN, -INFINITY]]], dtype=torch.bfloat16)  # [2 rows, 1 layer, 2]
-    assert strict(made(hidden_states=HiddenStates(data, positions, (-1,))))["hidden_states"] == {
+    assert strict(made(hidden_states=HiddenStates.of(data, [3, 4], (-1,))))["hidden_states"] == {
         "dtype": "bfloat16",
         "shape": [2, 1, 2],
         "layers": [-1],
@@ -79,12 +78,12 @@ def test_hidden_states_carry_type_shape_layers_and_positions(positions):
 
 def test_float32_rows_survive_json_bit_for_bit():
     data = torch.randn(4, 2, 3)
-    back = torch.tensor(strict(made(hidden_states=HiddenStates(data, range(4), (0, 1))))["hidden_states"]["data"])
+    back = torch.tensor(strict(made(hidden_states=HiddenStates.of(data, range(4), (0, 1))))["hidden_states"]["data"])
     assert torch.equal(back, data)
 
 
 def test_zero_rows_keep_their_shape():
-    states = strict(made(hidden_states=HiddenStates(torch.empty(0, 2, 4), [], (0, 1))))["hidden_states"]
+    states = strict(made(hidden_states=HiddenStates.of(torch.empty(0, 2, 4), [], (0, 1))))["hidden_states"]
     assert (states["shape"], states["positions"], states["data"]) == ([0, 2, 4], [], [])
 
 
@@ -93,7 +92,7 @@ def test_repr_shows_sizes_and_not_contents():
     large = made(
         text="word " * 1000,
         logprobs=Logprobs(input=[None, -1.5], output=[-0.5], output_top=[[(-0.5, 3)] * 100]),
-        hidden_states=HiddenStates(torch.zeros(1000, 2, 576, dtype=torch.bfloat16), range(1000), (12, -1)),
+        hidden_states=HiddenStates.of(torch.zeros(1000, 2, 576, dtype=torch.bfloat16), range(1000), (12, -1)),
     )
     assert repr(large) == (
         f"Output(text={('word ' * 16)[:79] + '…'!r}, token_ids=[2], finish_reason='stop', prompt_tokens=3, rid='r-1', index=0, "

@@ -117,7 +117,7 @@ class Bench:
         }
 
     def model(self) -> dict[str, Any]:
-        described: dict[str, Any] = {"name": self.engine._parts.model_name, "dtype": self.dtype}
+        described: dict[str, Any] = {"name": self.engine._frontend.facts.name, "dtype": self.dtype}
         if self.costs is not None:
             described |= {
                 "bytes_per_step": self.costs.weight_bytes,

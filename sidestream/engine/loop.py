@@ -7,25 +7,28 @@ conditional copy, `process_batch_result` appends the token, matches stops, colle
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sidestream.engine.batch import Batch
 from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
 from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
+from sidestream.engine.questions import Questions, stats
 from sidestream.engine.request import Constraint, FinishReason, Request, StopMatcher
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken
-from sidestream.messages import Abort, Call, EngineFailed, Finish, Inbound, Outbound, Rows, StepOutputs, Submit
+from sidestream.messages import Abort, Ask, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
+from sidestream.models.interpreter import Interpreter
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
+REPORT_SECONDS = 0.25  # between two reports while there is work; one more when it ends
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Factories:
 
     stop_matcher: Callable[[Submit], StopMatcher | None]
     constraint: Callable[[Submit], Constraint | None]
+    load: Callable[[str], Interpreter]  # other weights of the same model; runs on the compute stream, raises ModelError
 
 
 class EngineLoop:
@@ -67,11 +71,15 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}  # open ones, by key
         self.copied_bytes: dict[int, dict[str, int]] = defaultdict(lambda: {"logprob": 0, "hidden": 0})  # by key
-        self.questions: list[Call] = []
+        self.questions = Questions()
+        self.totals: Counter[str] = Counter()  # of tokens and requests
+        self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process"), 0.0)
+        self.weight_version = 0
+        self._reported = 0.0  # when
         self._stopping = False
 
-    def run(self) -> None:
-        """Run until told to stop. An error ends the engine: it is sent to whoever waits, never swallowed."""
+    def run(self) -> BaseException | None:
+        """Run until told to stop. An error ends the engine: it is sent to whoever waits, and returned."""
         try:
             if self.overlap:
                 self.overlap_loop()
@@ -80,6 +88,8 @@ class EngineLoop:
         except BaseException as error:
             self.emit(EngineFailed(error))
             self.runner.close()
+            return error
+        return None
 
     # The step
 
@@ -91,8 +101,8 @@ class EngineLoop:
                 self.process_batch_result(*pending)
                 pending = None
             self.answer_questions()
-            batch = self.scheduler.next_batch()  # host arithmetic only: never waits for the device
-            launched = self.runner.run_batch(batch) if batch else None
+            batch = self.plan()
+            launched = self.launch(batch) if batch else None
             if pending:
                 self.process_batch_result(*pending)
             pending = None
@@ -106,26 +116,49 @@ class EngineLoop:
         """The same calls, each step processed straight after it was launched: matchers are up to date, no sampling is ever delayed."""
         while self.ingest(wait=not self.scheduler.has_work):
             self.answer_questions()
-            batch = self.scheduler.next_batch()
+            batch = self.plan()
             if batch:
-                launched = self.runner.run_batch(batch, self.fill_masks(batch) if batch.has_constraint else None)
+                launched = self.launch(batch, self.fill_masks(batch) if batch.has_constraint else None)
                 self.process_batch_result(batch, launched)
         self.close()
 
+    def plan(self) -> Batch | None:
+        """The next step: host arithmetic only, never waits for the device."""
+        started = time.perf_counter()
+        batch = self.scheduler.next_batch()
+        if batch is not None:
+            self.seconds["plan"] += time.perf_counter() - started
+        return batch
+
+    def launch(self, batch: Batch, masks: Masks | None = None) -> Launched[GenerationBatchResult]:
+        started = time.perf_counter()
+        launched = self.runner.run_batch(batch, masks)
+        self.seconds["launch"] += time.perf_counter() - started
+        return launched
+
     def ingest(self, *, wait: bool) -> bool:
         """Take what has arrived: new requests, aborts, questions. `wait` for something when there is no work. False: stop."""
+        wait = wait and not self.questions  # one that waited for the requests before it can be answered now
         while wait or not self.inbox.empty():
             message = self.inbox.get()
             wait = False
-            if isinstance(message, Submit):
-                self.submit(message)
-            elif isinstance(message, Abort):
-                self.abort(message.rid, message.keys)
-            elif isinstance(message, Call):
-                self.questions.append(message)
-            else:
+            if isinstance(message, Ask):
+                self.questions.take(message)
+            elif isinstance(message, Stop):
                 self._stopping = True
+            else:
+                self.take(message)
         return not self._stopping
+
+    def take(self, message: Submit | Abort) -> None:
+        if isinstance(message, Abort):
+            self.abort(message.rid, message.keys)
+        if not self.questions.hold(message) and isinstance(message, Submit):
+            self.submit(message)
+
+    def answer_questions(self) -> None:
+        for message in self.questions.answer(self):
+            self.take(message)
 
     def submit(self, message: Submit) -> None:
         limits, sampling = self.limits, message.sampling
@@ -151,6 +184,8 @@ class EngineLoop:
         request.error = error
         self.requests[request.key] = request
         self.scheduler.add(request)
+        self.totals["requests"] += 1
+        self.totals["prompt_tokens"] += 0 if request.shares_prompt else len(message.prompt)
         if error is not None:
             self.abort(request.rid)
 
@@ -181,6 +216,7 @@ class EngineLoop:
 
     def process_batch_result(self, batch: Batch, launched: Launched[GenerationBatchResult]) -> None:
         """Append the tokens of one step, match stops, collect rows, free what has ended, and emit one message."""
+        started = time.perf_counter()
         result = launched.result()
         assert result.copy_done is not None
         self.copies.wait(result.copy_done)
@@ -197,11 +233,19 @@ class EngineLoop:
                 self._take(request, token, rows, span, step)
             self.scheduler.step_processed(request)
         self._emit(step)
+        self.totals["generation_tokens"] += len(step.tokens)
+        now = time.perf_counter()
+        self.seconds["process"] += now - started
+        if now - self._reported >= REPORT_SECONDS or not self.requests:
+            self._reported = now
+            self.emit(Report(stats(self)))
 
     def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
         """Give a live request what the step computed for it."""
         if request.cached_tokens is not None and not request.output_ids:
             step.cached_tokens[request.key] = request.cached_tokens
+            if not request.shares_prompt:
+                self.totals["cached_tokens"] += request.cached_tokens
         if rows is not None:
             self._take_rows(request, rows, span, step)
         if token is None:
@@ -273,6 +317,7 @@ class EngineLoop:
         if request.finish_reason is not None:
             return
         request.finish_reason = reason
+        self.totals["aborted"] += reason == "abort"
         self._fetch_last_row(request, step)
         step.finished[request.key] = Finish(
             reason,
@@ -300,36 +345,7 @@ class EngineLoop:
         if step.keys or step.rows or step.finished or step.cached_tokens:
             self.emit(step)
 
-    # Questions and the end
-
-    def answer_questions(self) -> None:
-        for question in self.questions:
-            question.reply(question.ask(self))
-        self.questions.clear()
-
-    def stats(self) -> dict[str, Any]:
-        scheduler = self.scheduler
-        page_size = scheduler.pool.page_size
-        cached = scheduler.radix.cached_pages
-        return {
-            "d2h": self.copies.ledger.as_dict(),
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "kv_tokens_total": scheduler.pool.num_pages * page_size,
-            "kv_tokens_free": scheduler.pool.free_pages * page_size,
-            "kv_tokens_cached": cached * page_size,
-            "steps": scheduler.steps,
-            "forward_tokens": scheduler.forward_tokens,
-            "retracted": scheduler.retracted,
-        }
-
-    def flush_cache(self) -> int:
-        """Drop all cached prefixes that no running request uses. Returns the number of tokens dropped."""
-        return self.scheduler.radix.flush() * self.scheduler.pool.page_size
-
-    def check(self) -> None:
-        """Verify that every page is free, cached or owned, exactly once."""
-        self.scheduler.check()
+    # The end
 
     def close(self) -> None:
         """Abort what is open, then end the runner. Nothing is in flight any more."""

@@ -46,10 +46,24 @@ class Runner:
             return launched
         return self.streams.compute.launch(self._sample_late, launched, batch, fill_masks(batch))
 
+    def load(self, load: Callable[[str], Interpreter], path: str) -> None:
+        """Go on with other weights. Nothing may be in flight. Raises what `load` raises, and the old weights stay."""
+        failure = self.streams.compute.launch(self._load, load, path).result()
+        if failure is not None:
+            raise failure
+
     def close(self) -> None:
         """End the streams and drop the weights, the KV cache and the arena, whoever still refers to the engine. Nothing runs after it."""
         self.streams.close()
         del self.decoder, self.memory, self.copies.arena
+
+    def _load(self, load: Callable[[str], Interpreter], path: str) -> Exception | None:
+        """An error is returned: one that is raised ends the stream."""
+        try:
+            self.decoder = load(path)
+        except Exception as error:
+            return error
+        return None
 
     def _run_batch(self, batch: Batch, masks: Masks | None) -> GenerationBatchResult:
         self.memory.update(batch.page_updates, batch.token_uploads)

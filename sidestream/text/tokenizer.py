@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import tokenizers
 
@@ -27,6 +27,17 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _byte_alphabet()
+
+
+class TokenizerState(NamedTuple):
+    """A tokenizer as plain data, to send to another process."""
+
+    backend: str  # what tokenizer.json would hold
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    adds_bos: bool
+    bos_token: str
+    eos_token: str
 
 
 class Tokenizer:
@@ -87,6 +98,20 @@ class Tokenizer:
             add_bos=add_bos,
             bos_token=bos_token,
             eos_token=eos_token,
+        )
+
+    def state(self) -> TokenizerState:
+        return TokenizerState(self.backend.to_str(), self.bos_token_id, self.eos_token_ids, self.adds_bos, self.bos_token, self.eos_token)
+
+    @classmethod
+    def from_state(cls, state: TokenizerState) -> Tokenizer:
+        return cls(
+            tokenizers.Tokenizer.from_str(state.backend),
+            bos_token_id=state.bos_token_id,
+            eos_token_ids=state.eos_token_ids,
+            add_bos=state.adds_bos,
+            bos_token=state.bos_token,
+            eos_token=state.eos_token,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -1,16 +1,16 @@
-"""The command `sidestream bench serve`."""
+"""`sidestream bench serve`: how fast a server is, ours or another."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sidestream.bench.load import Load
+from sidestream.commands.exits import EXIT_FAILURE
+from sidestream.commands.terminal import write, write_json
 from sidestream.flags import Parser, add_options, given_options
 
-EXIT_FAILURE = 1
 
-
-def parser_of_serve() -> Parser:
+def serve_parser() -> Parser:
     parser = Parser(
         "bench serve",
         words="",
@@ -28,13 +28,11 @@ def parser_of_serve() -> Parser:
 
 def main(words: Sequence[str]) -> int:
     """Measure and print; 1 where a request failed. Raises UsageError and SidestreamError."""
-    parser = parser_of_serve()
+    parser = serve_parser()
     arguments = parser.parse(words)
     if arguments["words"]:
         parser.error(f"got {arguments['words'][0]!r}. The server is given by --url, the model by --model")
     load = Load(**given_options(arguments, Load))
-
-    import json
 
     from sidestream.bench.picture import check_drawing, draw
     from sidestream.bench.serve import measure
@@ -46,10 +44,10 @@ def main(words: Sequence[str]) -> int:
     summary = Summary(measure(load))
     try:
         if "json" in arguments:
-            print(json.dumps(summary.as_json(), allow_nan=False), flush=True)
+            write_json(summary.as_json())
         else:
             table, notes = table_lines(HEAD, summary.rows()), summary.notes()
-            print("\n".join([*summary.head(), "", *table, *([""] if notes else []), *notes]), flush=True)
+            write("\n".join([*summary.head(), "", *table, *([""] if notes else []), *notes]))
     finally:  # whoever read the numbers may have read enough, but a run that was made is drawn
         if "output" in arguments:
             draw(summary, arguments["output"])

@@ -1,0 +1,1 @@
+"""HTTP: knows JSON and text, never tensors of the device."""

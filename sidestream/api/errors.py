@@ -1,0 +1,63 @@
+"""Errors as HTTP answers: OpenAI's nested object, whatever went wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from sidestream.errors import ContextLengthExceeded, ModelError, SidestreamError, Unavailable
+
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
+TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+RETRY_AFTER = {429: "1", 503: "2"}  # seconds
+CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class ErrorInfo(msgspec.Struct, kw_only=True):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    request_id: str | None = msgspec.field(default=None)
+
+
+class ErrorAnswer(msgspec.Struct, kw_only=True):
+    error: ErrorInfo
+
+
+def described(error: BaseException, id: str | None = None) -> tuple[int, ErrorAnswer]:
+    """The status and the body of an error."""
+    if isinstance(error, HTTPException):
+        return error.status_code, _answer(error.status_code, str(error.detail), CODES.get(error.status_code))
+    if not isinstance(error, SidestreamError):
+        info = _answer(500, f"{type(error).__name__}: {error}", "engine_error")
+        info.error.request_id = id
+        return 500, info
+    message = str(error).replace("\n", " ")
+    if isinstance(error, ContextLengthExceeded):  # clients look for the sentence
+        message = error.said if error.hint is None else f"{error.said} {error.hint}"
+    status = 404 if isinstance(error, ModelError) else error.status
+    answer = _answer(status, message, error.code, getattr(error, "param", None))
+    if status >= 500 and not isinstance(error, Unavailable):
+        answer.error.request_id = id
+    return status, answer
+
+
+def _answer(status: int, message: str, code: str | None, param: str | None = None) -> ErrorAnswer:
+    return ErrorAnswer(error=ErrorInfo(message=message, type=TYPES.get(status, "server_error"), param=param, code=code))
+
+
+def error_response(error: BaseException, id: str | None = None) -> Response:
+    status, answer = described(error, id)
+    headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    if isinstance(error, HTTPException) and error.headers:
+        headers |= error.headers
+    return Response(msgspec.json.encode(answer), status, headers, media_type="application/json")
+
+
+def error_event(error: BaseException, id: str | None = None) -> dict[str, Any]:
+    """What a stream says last when it fails."""
+    return msgspec.to_builtins(described(error, id)[1])  # type: ignore[no-any-return]

@@ -1,0 +1,136 @@
+"""What every generating route does: check, queue, measure, and hand out answers whole or in parts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from sidestream.api.route import Call
+from sidestream.api.service import Service
+from sidestream.errors import EngineDead, InvalidRequest
+from sidestream.observe.tracing import REQUEST_ATTRIBUTES, Span
+from sidestream.output import Output
+from sidestream.params import SamplingParams
+
+
+class Generation:
+    """One request to the engine: prompts of token ids, each with `sampling.n` choices. Raises InvalidRequest and Unavailable."""
+
+    def __init__(
+        self,
+        call: Call[Any],
+        ids: list[list[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        outputs: dict[str, Any],
+        *,
+        rid: str | list[str] | None = None,
+        operation: str = "text_completion",
+    ) -> None:
+        self.service: Service = call.service
+        self.ids = ids
+        self._sampling = sampling
+        self._outputs = outputs
+        self._rid: Any = rid if rid is not None else call.id if len(ids) == 1 else [f"{call.id}-{place}" for place in range(len(ids))]
+        self._engine = self.service.engine
+        check_ceiling(self.service.config.hidden_states, outputs)
+        self._started = time.monotonic()
+        self._span: Span = self.service.tracing.start(
+            operation, self.service.model_names[0], rid=call.id, headers=call.request.headers, request=_attributes(sampling)
+        )
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._started
+
+    async def answers(self) -> list[Output]:
+        """All choices of the first prompt, then those of the next. Cancelling it aborts them."""
+        metrics = self.service.metrics
+        metrics.request_received()
+        try:
+            got = await self._engine.generate(self.ids, self._sampling, rid=self._rid, wait=False, **self._outputs)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        outputs = got if isinstance(got, list) else [got]
+        self._finished(outputs)
+        return outputs
+
+    async def parts(self) -> AsyncIterator[tuple[int, Output]]:
+        """`(which prompt, part)`, in the order of coming. Closing it early aborts what is not finished.
+
+        Queued before the first part is awaited: call `open` first where an error must still become a status.
+        """
+        stream = self.open()
+        metrics = self.service.metrics
+        latest: dict[tuple[int, int], float] = {}
+        done: list[Output] = []
+        try:
+            async for place, part in stream:
+                now, key = time.monotonic(), (place, part.index)
+                if key not in latest:
+                    metrics.first_token(now - self._started)
+                    self._span.event("first_token")
+                elif part.token_ids:
+                    metrics.token_gap(now - latest[key], len(part.token_ids))
+                latest[key] = now
+                if part.finish_reason is not None:
+                    done.append(part)
+                yield place, part
+            self._finished(done)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        finally:
+            await stream.aclose()
+
+    def open(self) -> Any:
+        """Queue the request for `parts`: what is wrong with it is raised here. Idempotent."""
+        if self._stream is None:
+            self.service.metrics.request_received()
+            try:
+                self._stream = self._engine.stream_many(self.ids, self._sampling, rid=self._rid, **self._outputs)
+            except BaseException as error:
+                self._failed(error)
+                raise
+        return self._stream
+
+    _stream: Any = None
+
+    def _finished(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            self.service.metrics.request_finished(
+                output.finish_reason or "abort",
+                e2e_seconds=self.seconds,
+                queue_seconds=None,
+                prompt_tokens=output.prompt_tokens,
+                completion_tokens=output.completion_tokens,
+                cached_tokens=output.cached_tokens,
+            )
+        self._span.finish(
+            [output.finish_reason or "abort" for output in outputs],
+            prompt_tokens=sum(output.prompt_tokens for output in outputs if output.index == 0),
+            completion_tokens=sum(output.completion_tokens for output in outputs),
+            cached_tokens=sum(output.cached_tokens for output in outputs if output.index == 0),
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        code = getattr(error, "code", "client_left")
+        self.service.metrics.request_aborted("engine_error" if isinstance(error, EngineDead) else code)
+        self._span.fail(code, str(error))
+
+
+def _attributes(sampling: SamplingParams | Sequence[SamplingParams]) -> dict[str, Any]:
+    """What a trace says of the request."""
+    first = sampling if isinstance(sampling, SamplingParams) else sampling[0]
+    return {name: getattr(first, name) for name in REQUEST_ATTRIBUTES if hasattr(first, name)}
+
+
+def check_ceiling(ceiling: str, outputs: dict[str, Any]) -> None:
+    """The operator's ceiling over hidden states: off, last or full. Raises InvalidRequest."""
+    wanted = outputs.get("return_hidden_states", False)
+    if wanted and (ceiling == "off" or (ceiling == "last" and wanted is True)):
+        allowed = "false" if ceiling == "off" else 'false or "last"'
+        message = f"got {'true' if wanted is True else repr(wanted)}, must be {allowed} on this server"
+        raise InvalidRequest("return_hidden_states", message, hint=f"It runs with --hidden-states {ceiling}.")

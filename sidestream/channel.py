@@ -1,0 +1,84 @@
+"""The line between an engine's process and the process that asks it: a ZMQ socket for each direction, in a private directory."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import Any, cast
+
+import zmq
+import zmq.asyncio
+
+from sidestream import wire
+from sidestream.messages import Inbound, Outbound
+
+LINGER_MS = 5000  # what was said last still gets out
+
+
+class EngineEnd:
+    """The engine's: one thread receives, one sends."""
+
+    def __init__(self, directory: str) -> None:
+        self._context = zmq.Context()
+        self._inbound = _unbounded(self._context.socket(zmq.PULL))
+        self._outbound = _unbounded(self._context.socket(zmq.PUSH))
+        inbound, outbound = _addresses(directory)
+        self._inbound.connect(inbound)
+        self._outbound.connect(outbound)
+
+    def send(self, message: Outbound | Any) -> None:
+        self._outbound.send_multipart(wire.encode(message), copy=False)
+
+    def receive(self) -> Inbound | None:
+        """What is asked next; None when this end was closed."""
+        try:
+            frames = self._inbound.recv_multipart(copy=False)
+        except zmq.ContextTerminated:
+            return None
+        return cast(Inbound, wire.decode([frame.buffer for frame in frames], copy=True))
+
+    def close(self) -> None:
+        """What was sent last is still delivered."""
+        self._outbound.close(LINGER_MS)
+        self._context.destroy(LINGER_MS)
+
+
+class AskingEnd:
+    """The asking process's, in its event loop."""
+
+    def __init__(self) -> None:
+        self.directory = tempfile.mkdtemp(prefix="sidestream-")  # only this user may enter it
+        self._context = zmq.Context()
+        self._outbound = _unbounded(self._context.socket(zmq.PUSH))
+        self._inbound = zmq.asyncio.Socket(zmq.asyncio.Context(self._context), zmq.PULL)
+        _unbounded(self._inbound)
+        inbound, outbound = _addresses(self.directory)
+        self._outbound.bind(inbound)
+        self._inbound.bind(outbound)
+
+    def send(self, message: Inbound) -> None:
+        self._outbound.send_multipart(wire.encode(message), copy=False)
+
+    async def receive(self) -> Outbound | Any:
+        frames = await self._inbound.recv_multipart(copy=False)
+        return wire.decode([frame.buffer for frame in frames])
+
+    async def pending(self, milliseconds: int) -> bool:
+        """Whether a message comes within that time."""
+        return bool(await self._inbound.poll(milliseconds))
+
+    def close(self) -> None:
+        self._outbound.close(0)
+        self._inbound.close(0)
+        self._context.term()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _addresses(directory: str) -> tuple[str, str]:
+    return f"ipc://{directory}/in", f"ipc://{directory}/out"
+
+
+def _unbounded(socket: Any) -> Any:
+    """A sender never waits for a slow receiver: what is under way is bounded by what the open requests may ask for."""
+    socket.set_hwm(0)
+    return socket

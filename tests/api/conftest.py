@@ -1,0 +1,117 @@
+"""A server in a process of its own on the tiny model, as a user starts it, and a client for it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+START_SECONDS = 60
+
+
+class Server:
+    """`sidestream serve` until `stop`. `http` asks it; `log` is what it wrote so far."""
+
+    def __init__(self, model: Path | str, *flags: str, environ: dict[str, str] | None = None, wait: bool = True) -> None:
+        self._directory = tempfile.mkdtemp()
+        self._log = Path(self._directory) / "log"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(environ or {})}
+        command = [sys.executable, "-m", "sidestream", "serve", str(model), "--port", "0", *flags]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=env)
+        self.url = ""
+        if wait:
+            self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        until = time.monotonic() + START_SECONDS
+        while (found := re.search(r"ready +(http://\S+)", self.log)) is None:
+            assert self.process.poll() is None and time.monotonic() < until, self.log
+            time.sleep(0.02)
+        self.url = found[1]
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine's process: the server's only child."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def post(self, path: str, body: Any, **keywords: Any) -> httpx2.Response:
+        return self.http.post(path, json=body, **keywords)
+
+    def stats(self) -> dict[str, Any]:
+        return dict(self.http.get("/server_info").json()["stats"])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """The exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        with suppress(AttributeError):
+            self.http.close()
+        try:
+            status = self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"the server did not end: {self.log}") from None
+        shutil.rmtree(self._directory)
+        return status
+
+
+@pytest.fixture(scope="session")
+def chat_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with a chat template."""
+    directory = tmp_path_factory.mktemp("chat") / "tiny-chat"
+    shutil.copytree(tiny_llama, directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def server(chat_model: Path) -> Iterator[Server]:
+    """One for all tests that change nothing about it. Afterwards its memory is at rest and it ends by itself."""
+    made = Server(chat_model, "--dtype", "float32", "--kv-tokens", "8192", "--max-running-requests", "16")
+    yield made
+    try:
+        stats = made.stats()
+    finally:
+        status = made.stop()
+    assert status == 0
+    assert (stats["running"], stats["waiting"]) == (0, 0)
+    assert stats["kv_tokens_free"] + stats["kv_tokens_cached"] == stats["kv_tokens_total"]
+
+
+@pytest.fixture
+def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
+    """Starts servers of a test's own, which end with it."""
+    started: list[Server] = []
+
+    def start(*flags: str, **keywords: Any) -> Server:
+        started.append(Server(chat_model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.process.poll() is None:
+            each.stop(signal.SIGKILL)
