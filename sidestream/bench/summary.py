@@ -46,6 +46,7 @@ class Summary:
         self.failures = Counter(answer.failure.kind for answer in run.answers if answer.failure is not None)
         self.messages = {answer.failure.kind: answer.failure.message for answer in reversed(run.answers) if answer.failure is not None}
         self.output_tokens = sum(answer.completion_tokens for answer in self.ok)
+        self.received = sum(answer.received for answer in run.answers)
         self.input_tokens = _sum(answer.prompt_tokens for answer in self.ok)
         self.cached_tokens = _sum(answer.cached_tokens for answer in self.ok)
         self.latencies = {
@@ -96,7 +97,7 @@ class Summary:
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "output_tokens_per_second": self.per_second(self.output_tokens),
-            "received_bytes": sum(answer.received for answer in self.run.answers),
+            "received_bytes": self.received,
             "token_counts": self.counts,
             "tokens_per_chunk": None if chunk is None else {"mean": chunk[0], "most": chunk[1]},
             **{f"{name}_seconds": None if of is None else of._asdict() for name, of in self.latencies.items()},
@@ -119,6 +120,7 @@ class Summary:
             f"    {short(len(self.ok) / self.run.seconds)} request/s",
             f"input     {_tokens(self.input_tokens)}{cached}    {_rate(self.per_second(self.input_tokens))}",
             f"output    {_tokens(self.output_tokens)}    {_rate(self.per_second(self.output_tokens))}",
+            f"received  {short(self.received / 1e6)} MB    {short(self.received / 1e6 / self.run.seconds)} MB/s",
         ]
 
     def rows(self) -> list[tuple[str, ...]]:

@@ -16,8 +16,9 @@ def test_a_table(openai_server, capsys):
     assert lines[2].startswith("requests  4 answered, 0 failed in ")
     assert lines[3].startswith("input     44 tokens (12 cached)    ")
     assert lines[4].startswith("output    20 tokens    ")
-    assert lines[6].split() == ["ms", "mean", "p50", "p90", "p99"]
-    assert [line.split()[0] for line in lines[7:11]] == ["TTFT", "ITL", "TPOT", "e2e"]
+    assert lines[5].startswith("received  0.00")
+    assert lines[7].split() == ["ms", "mean", "p50", "p90", "p99"]
+    assert [line.split()[0] for line in lines[8:12]] == ["TTFT", "ITL", "TPOT", "e2e"]
 
 
 def test_json_and_a_picture(openai_server, capsys, tmp_path):

@@ -25,7 +25,7 @@ def summary(*answers: Answer, client: Client | None = None, **options: object) -
 FULL = Failure("HTTP 429 queue_full", "the queue is full")
 RUN = (
     answer(0.0, (1.0, 1), (2.0, 1), (4.0, 1)),
-    answer(0.0, (3.0, 1), (3.5, 3)),
+    answer(0.0, (3.0, 1), (3.5, 3), received=900_000),
     answer(1.0, failure=FULL),
     answer(2.0, failure=FULL._replace(message="still full")),
     answer(2.0, (2.5, 7), failure=Failure("timeout", "no end after 2 s")),
@@ -73,6 +73,7 @@ def test_words():
         "requests  2 answered, 3 failed in 4.5 s    0.444 request/s",
         "input     20 tokens (4 cached)    4.44 tok/s",
         "output    7 tokens    1.56 tok/s",
+        "received  0.9 MB    0.2 MB/s",
     ]
     assert made.rows()[0] == ("TTFT to the first token", "2,000", "2,000", "2,800", "2,980")
     assert [row[0].split()[0] for row in made.rows()] == ["TTFT", "ITL", "TPOT", "e2e"]

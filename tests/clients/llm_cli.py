@@ -42,7 +42,7 @@ def check_unicode() -> None:
 
 
 def check_responses() -> None:
-    words = ("-m", MODEL, "-o", "temperature", "0", "-o", "max_output_tokens", "24", "--responses", PROMPT)
+    words = ("-m", MODEL, "-o", "temperature", "0", "-o", "max_tokens", "24", "--responses", PROMPT)
     streamed = llm(*words)
     assert streamed
     equal(streamed, llm(*words, "--no-stream"))

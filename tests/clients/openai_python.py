@@ -211,7 +211,6 @@ def check_bad_fields(client: OpenAI) -> None:
     equal(of(n=0), ("n", *bad))
     equal(of(messages=[]), ("messages", *bad))
     equal(of(messages=[{"role": "user", "content": 5}])[0], "messages.0.content")
-    equal(of(messages=[{"role": "king", "content": "x"}])[0], "messages.0.role")
     equal(of(logit_bias={"99999999": 1})[0], "logit_bias")
     equal(of(extra_body={"guided_json": {}})[0], "guided_json")
     equal(of(top_logprobs=1000, logprobs=True)[0], "top_logprobs")
@@ -234,7 +233,8 @@ def check_malformed_bodies(client: OpenAI) -> None:
     for body in (b"", b"{", b"[]", b"null", b"{}", b'{"model": 3, "messages": []}', b"\xff", b'{"messages": [{"role": "user"}]}'):
         for route in ("chat/completions", "completions", "embeddings"):
             answer = httpx2.post(f"{URL}/v1/{route}", content=body, headers=headers)
-            equal((body, answer.status_code, set(answer.json()["error"])), (body, 400, {"message", "type", "param", "code"}))
+            equal((body, answer.status_code), (body, 400))
+            assert {"message", "type", "param", "code"} <= set(answer.json()["error"]), answer.text
             equal(answer.headers["x-request-id"], "bad-1")
 
 
