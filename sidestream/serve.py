@@ -60,7 +60,8 @@ def bind(config: ServeConfig) -> socket.socket:
     except OSError as error:
         where, field = (config.uds, "uds") if config.uds is not None else (f"{config.host}:{config.port}", "port")
         hint = "Another process may use it; --port 0 takes any free port." if field == "port" else None
-        raise ConfigError(f"{field}: {where} cannot be listened on: {os.strerror(error.errno) if error.errno else error}", hint=hint) from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"{field}: {where} cannot be listened on: {reason}", hint=hint) from None
 
 
 def _bind_path(path: str) -> socket.socket:

@@ -21,6 +21,7 @@ STARTS = {
     "pull --help": "import sidestream.cli; sidestream.cli.main(['pull', '--help'])",
     "serve --help": "import sidestream.cli; sidestream.cli.main(['serve', '--help'])",
     "doctor --help": "import sidestream.cli; sidestream.cli.main(['doctor', '--help'])",
+    "chat --help": "import sidestream.cli; sidestream.cli.main(['chat', '--help'])",
     "params": "from sidestream import SamplingParams, Output; SamplingParams(stop='x', seed=1)",
     "errors": "from sidestream import InvalidRequest, EngineDead",
     "refusal": "import sidestream.cli; sidestream.cli.main(['run', 'Hi', '--n', '0'])",

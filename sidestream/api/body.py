@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from sidestream.api.schema import expected_at, fields_at
 from sidestream.errors import BodyTooLarge, InvalidRequest
 from sidestream.options import did_you_mean, shown, written_size
 
@@ -30,6 +31,8 @@ ELSEWHERE = {
     "prompt_logprobs": "logprob_start_len and top_logprobs_num",
     "bad_words": "bad_token_ids",
     "logprob_token_ids": "token_ids_logprob",
+    "text_1": "query",
+    "text_2": "items",
 }
 
 
@@ -72,12 +75,24 @@ def _refusal(message: str, kind: type[msgspec.Struct], data: bytes) -> InvalidRe
     if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", said):
         name = unknown[1]
         param = f"{path}.{name}" if path else name
-        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else None if path else did_you_mean(name, kind.__struct_fields__)
+        hint = f"Use {ELSEWHERE[name]}." if name in ELSEWHERE else _place_of(name, kind, path)
         return InvalidRequest(param, "is not a field of this request", hint=hint)
     if missing := re.fullmatch(r"Object missing required field `(.*)`", said):
         return InvalidRequest(f"{path}.{missing[1]}" if path else missing[1], "is missing")
+    expected = expected_at(kind, path)
     must = re.sub(r"^Expected `(.*?)`(, got .*)?", r"must be \1", said).replace("| null", "or null")
-    return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}")
+    if expected.values:  # a choice, of which msgspec names only the value it got
+        must = f"must be {'one of ' if len(expected.values) > 1 else ''}{', '.join(expected.values)}"
+    return InvalidRequest(path or "body", f"got {_shown_at(data, path)}, {must}", hint=expected.reason)
+
+
+def _place_of(name: str, kind: type[msgspec.Struct], path: str) -> str | None:
+    """Where a field goes that was sent to the wrong place, or what it may have meant to be."""
+    body = fields_at(kind, "")
+    if path and name in body:
+        return f"It goes beside {path.partition('.')[0]}."
+    inside = [] if path else [field for field in body if name in fields_at(kind, field)]
+    return f"It goes into {inside[0]}." if inside else did_you_mean(name, fields_at(kind, path))
 
 
 def _shown_at(data: bytes, path: str) -> str:
@@ -97,4 +112,4 @@ def _shown_at(data: bytes, path: str) -> str:
 def _dotted(path: str) -> str:
     """msgspec's `$.messages[0].content` as OpenAI writes it: `messages.0.content`. `[...]` stands for a key that it does not name."""
     path = path.removeprefix("key in ").removeprefix("$")
-    return re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).strip(".").replace("....", ".*")
+    return re.sub(r"\[(\d+)\]", r".\1", path.replace("[...]", ".*")).strip(".")

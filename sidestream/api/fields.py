@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -24,11 +26,43 @@ _SEQUENCES = {"stop_token_ids", "allowed_token_ids", "bad_token_ids", "token_ids
 
 def _annotated(field: Field) -> Any:
     """The field's JSON type, with its limits and its help for the schema."""
+    return _type_of(field) | None
+
+
+def _per_prompt(field: Field) -> Any:
+    """A value for all prompts, or a list with one for each."""
+    if field.name in _SEQUENCES:  # JSON has one kind of list: what its elements are tells the two apart
+        item = _item_of(field)
+        help = f"{field.option.help} Or a list of such lists, one per prompt."
+        return Annotated[list[item | list[item] | None], msgspec.Meta(description=help)] | None  # type: ignore[valid-type]
+    one = _type_of(field)
+    return one | list[one | None] | None  # type: ignore[valid-type]
+
+
+def _type_of(field: Field) -> Any:
     option = field.option
     limits: dict[str, Any] = {"description": option.help}
     if field.name in _TYPES:
-        return Annotated[_TYPES[field.name], msgspec.Meta(**limits)] | None
+        return Annotated[_TYPES[field.name], msgspec.Meta(**limits)]
+    if field.name in _SEQUENCES:
+        item = _item_of(field)
+        limits |= {} if option.max_items is None else {"max_length": option.max_items}
+        return Annotated[list[item], msgspec.Meta(**limits)]  # type: ignore[valid-type]
+    if isinstance(field.default, bool):
+        return Annotated[bool, msgspec.Meta(**limits)]
+    if option.choices:
+        return Annotated[Literal[option.choices], msgspec.Meta(**limits)]
     number: Any = float if isinstance(field.default, float) else int
+    return Annotated[number, msgspec.Meta(**limits, **_bounds(field))]
+
+
+def _item_of(field: Field) -> Any:
+    bounds = _bounds(field)
+    return Annotated[int, msgspec.Meta(**bounds)] if bounds else int
+
+
+def _bounds(field: Field) -> dict[str, Any]:
+    option = field.option
     bounds: dict[str, Any] = {}
     if option.low is not None:
         bounds["gt" if option.above_low else "ge"] = option.low
@@ -36,32 +70,33 @@ def _annotated(field: Field) -> Any:
         bounds["le"] = option.high
     if "ge" in bounds and abs(bounds["ge"]) >= 2**63:
         del bounds["ge"]
-    if field.name in _SEQUENCES:
-        item = Annotated[int, msgspec.Meta(**bounds)] if bounds else int
-        limits |= {} if option.max_items is None else {"max_length": option.max_items}
-        return Annotated[list[item], msgspec.Meta(**limits)] | None  # type: ignore[valid-type]
-    if isinstance(field.default, bool):
-        return Annotated[bool, msgspec.Meta(**limits)] | None
-    if option.choices:
-        return Annotated[Literal[option.choices], msgspec.Meta(**limits)] | None
-    return Annotated[number, msgspec.Meta(**limits, **bounds)] | None
+    return bounds
 
 
-DECLARED: dict[str, Field] = {field.name: field for each in (SamplingParams, OutputParams) for field in fields_of(each)}
+SAMPLING: dict[str, Field] = {field.name: field for field in fields_of(SamplingParams)}
+OUTPUTS: dict[str, Field] = {field.name: field for field in fields_of(OutputParams)}
+DECLARED: dict[str, Field] = {**SAMPLING, **OUTPUTS}
 
 if TYPE_CHECKING:
 
     class Shared(msgspec.Struct):
         """Every field of SamplingParams and OutputParams under its own name; None where it was not given."""
 
+    class SharedSampling(msgspec.Struct):
+        """Every field of SamplingParams."""
+
+    class OutputsPerPrompt(msgspec.Struct):
+        """Every field of OutputParams: a value for all prompts, or a list with one for each."""
+
 else:
-    Shared = msgspec.defstruct(
-        "Shared",
-        [(name, _annotated(field), None) for name, field in DECLARED.items()],
-        kw_only=True,
-        forbid_unknown_fields=True,
-        module=__name__,
-    )
+
+    def _struct(name, fields, type_of):
+        declared = [(field, type_of(each), None) for field, each in fields.items()]
+        return msgspec.defstruct(name, declared, kw_only=True, forbid_unknown_fields=True, module=__name__)
+
+    Shared = _struct("Shared", DECLARED, _annotated)
+    SharedSampling = _struct("SharedSampling", SAMPLING, _annotated)
+    OutputsPerPrompt = _struct("OutputsPerPrompt", OUTPUTS, _per_prompt)
 
 
 def params_of(body: msgspec.Struct, renamed: Mapping[str, Any] | None = None) -> tuple[SamplingParams, dict[str, Any]]:
@@ -69,19 +104,38 @@ def params_of(body: msgspec.Struct, renamed: Mapping[str, Any] | None = None) ->
 
     The outputs are keywords for `generate`. Raises InvalidRequest.
     """
-    given = {name: value for name in DECLARED if (value := getattr(body, name, None)) is not None}
-    given |= {name: value for name, value in (renamed or {}).items() if value is not None}
+    outputs = _given(body, OUTPUTS, renamed)
+    OutputParams(**outputs)  # refused now, with every field's name
+    return sampling_of(body, renamed), outputs
+
+
+def sampling_of(body: msgspec.Struct, renamed: Mapping[str, Any] | None = None) -> SamplingParams:
+    """As `params_of`, of a body that says nothing of outputs."""
+    given = _given(body, SAMPLING, renamed)
     if "logit_bias" in given:
         given["logit_bias"] = _bias(given["logit_bias"])
-    sampling = {field.name: given[field.name] for field in fields_of(SamplingParams) if field.name in given}
-    outputs = {field.name: given[field.name] for field in fields_of(OutputParams) if field.name in given}
-    OutputParams(**outputs)  # refused now, with every field's name
-    return SamplingParams(**sampling), outputs
+    return SamplingParams(**given)
+
+
+def _given(body: msgspec.Struct, fields: Mapping[str, Field], renamed: Mapping[str, Any] | None) -> dict[str, Any]:
+    given = {name: value for name in fields if (value := getattr(body, name, None)) is not None}
+    return given | {name: value for name, value in (renamed or {}).items() if name in fields and value is not None}
+
+
+@contextmanager
+def called(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside name a field as the client calls it; `names` are the client's, by our own."""
+    try:
+        yield
+    except InvalidRequest as error:
+        if error.param not in names:
+            raise
+        raise type(error)(names[error.param], error.said, hint=error.hint) from None
 
 
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     """JSON's keys are texts."""
     for key in bias:
-        if not key.lstrip("-").isdecimal():
+        if not re.fullmatch(r"-?(0|[1-9][0-9]{0,19})", key):
             raise InvalidRequest("logit_bias", f'got the key {key!r}, must be token ids such as "42"')
     return {int(key): value for key, value in bias.items()}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from sidestream.api.route import Call
 from sidestream.api.service import Service
 from sidestream.errors import EngineDead, InvalidRequest
 from sidestream.observe.tracing import REQUEST_ATTRIBUTES, Span
+from sidestream.options import fields_of
 from sidestream.output import Output
-from sidestream.params import SamplingParams
+from sidestream.params import OutputParams, SamplingParams, outputs_per_prompt, per_prompt
 
 
 class Generation:
@@ -31,7 +33,8 @@ class Generation:
         self.ids = ids
         self._sampling = sampling
         self._outputs = outputs
-        self._rid: Any = rid if rid is not None else call.id if len(ids) == 1 else [f"{call.id}-{place}" for place in range(len(ids))]
+        # A client may use one X-Request-Id for several requests at a time.
+        self._rid: Any = rid if rid is not None else [f"{call.id}-{secrets.token_hex(4)}" for _ in ids]
         self._engine = self.service.engine
         check_ceiling(self.service.config.hidden_states, outputs)
         self._started = time.monotonic()
@@ -46,18 +49,36 @@ class Generation:
 
     async def answers(self) -> list[Output]:
         """All choices of the first prompt, then those of the next. Cancelling it aborts them."""
-        metrics = self.service.metrics
-        metrics.request_received()
+        self.service.metrics.request_received()
+        limit = self._engine.facts.max_running + self._engine.config.max_queued_requests
         try:
-            got = await self._engine.generate(self.ids, self._sampling, rid=self._rid, wait=False, **self._outputs)
+            if len(self.ids) <= limit:
+                outputs = await self._answer(self.ids, self._sampling, self._rid, self._outputs, wait=False)
+            else:
+                outputs = await self._answer_in_groups(max(1, limit // 2))
         except BaseException as error:
             self._failed(error)
             raise
-        outputs = got if isinstance(got, list) else [got]
         self._finished(outputs)
         return outputs
 
-    async def parts(self) -> AsyncIterator[tuple[int, Output]]:
+    async def _answer(self, ids: list[list[int]], sampling: Any, rid: Any, outputs: dict[str, Any], *, wait: bool) -> list[Output]:
+        got = await self._engine.generate(ids, sampling, rid=rid, wait=wait, **outputs)
+        return got if isinstance(got, list) else [got]
+
+    async def _answer_in_groups(self, size: int) -> list[Output]:
+        """A list longer than the queue, group by group: it is no reason to refuse the requests of others."""
+        count = len(self.ids)
+        wanted = outputs_per_prompt(self._outputs, count)
+        sampling, rids = per_prompt("sampling_params", self._sampling, count), per_prompt("rid", self._rid, count)
+        outputs: list[Output] = []
+        for first in range(0, count, size):
+            group = slice(first, first + size)
+            spread = {field.name: [getattr(each, field.name) for each in wanted[group]] for field in fields_of(OutputParams)}
+            outputs += await self._answer(self.ids[group], sampling[group], rids[group], spread, wait=first > 0)
+        return outputs
+
+    async def parts(self) -> AsyncGenerator[tuple[int, Output], None]:
         """`(which prompt, part)`, in the order of coming. Closing it early aborts what is not finished.
 
         Queued before the first part is awaited: call `open` first where an error must still become a status.
@@ -129,7 +150,12 @@ def _attributes(sampling: SamplingParams | Sequence[SamplingParams]) -> dict[str
 
 def check_ceiling(ceiling: str, outputs: dict[str, Any]) -> None:
     """The operator's ceiling over hidden states: off, last or full. Raises InvalidRequest."""
-    wanted = outputs.get("return_hidden_states", False)
+    given = outputs.get("return_hidden_states", False)
+    for wanted in given if isinstance(given, list) else [given]:
+        _check_mode(ceiling, wanted)
+
+
+def _check_mode(ceiling: str, wanted: bool | str) -> None:
     if wanted and (ceiling == "off" or (ceiling == "last" and wanted is True)):
         allowed = "false" if ceiling == "off" else 'false or "last"'
         message = f"got {'true' if wanted is True else repr(wanted)}, must be {allowed} on this server"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
 from sidestream.async_client import AsyncEngine
@@ -12,8 +13,17 @@ from sidestream.errors import ModelError, Unavailable
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.tracing import Tracing
 
+log = logging.getLogger("sidestream")
+
 State = Literal["loading", "ok", "draining", "stalled", "failed"]
 STALL_SECONDS = 30.0  # without a word of an engine that has work: the longest step is a chunk of prefill
+
+
+class Weights(NamedTuple):
+    """What the model's numbers are: they may be replaced while the server runs."""
+
+    path: str
+    version: str
 
 
 class Service:
@@ -28,7 +38,9 @@ class Service:
         self.loaded = False
         self.draining = False
         self.failure: str | None = None
+        self.weights = Weights(engine.config.model, "default")
         self._engine = engine
+        self._hints: set[str] = set()
 
     @property
     def engine(self) -> AsyncEngine:
@@ -82,6 +94,12 @@ class Service:
         if name is None or name in names or name in ("", "default"):
             return name if name in names else names[0]
         raise ModelError(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
+
+    def hint(self, text: str) -> None:
+        """Log what may surprise a client's author, once."""
+        if text not in self._hints:
+            self._hints.add(text)
+            log.info("%s", text)
 
 
 def report_of(engine: AsyncEngine) -> dict[str, object]:

@@ -11,6 +11,8 @@ import numpy as np
 from sidestream.api.hidden import flat
 from sidestream.output import JSON_MINUS_INFINITY, Logprobs, Output
 
+Array = np.ndarray[Any, Any]
+
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
@@ -51,25 +53,49 @@ def flat_logprobs(logprobs: Logprobs) -> dict[str, Any]:
 
     Minus infinity and NaN are themselves; position 0 of the prompt, which has no logprob, is NaN, and its ids are -1.
     """
-    answer: dict[str, Any] = {}
-    for name in ("input", "output"):
-        values = getattr(logprobs, name)
-        if len(values):
-            answer[name] = {"dtype": "float32", "shape": [len(values)], "data": flat([_nan(value) for value in values], "float32")}
-        for kind in ("top", "ids"):
-            rows = getattr(logprobs, f"{name}_{kind}")
-            if len(rows):
-                answer[f"{name}_{kind}"] = _flat_rows(rows)
-    return answer
+    lists = FlatLogprobs()
+    lists.add(logprobs)
+    return lists.written()
 
 
-def _flat_rows(rows: Sequence[Sequence[tuple[float, int]] | None]) -> dict[str, Any]:
+class FlatLogprobs:
+    """The compact form of logprobs that come in parts."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[str, list[tuple[Array, Array | None]]] = {}  # by list: values, and their ids where there are several each
+
+    def add(self, logprobs: Logprobs) -> None:
+        for name in ("input", "output"):
+            values = getattr(logprobs, name)
+            if len(values):
+                self._pieces.setdefault(name, []).append((np.array([_nan(value) for value in values], np.float32), None))
+            for kind in ("top", "ids"):
+                rows = getattr(logprobs, f"{name}_{kind}")
+                if len(rows):
+                    self._pieces.setdefault(f"{name}_{kind}", []).append(_arrays(rows))
+
+    def clear(self) -> None:
+        self._pieces = {}
+
+    def written(self) -> dict[str, Any]:
+        return {name: _written(pieces) for name, pieces in self._pieces.items()}
+
+
+def _arrays(rows: Sequence[Sequence[tuple[float, int]] | None]) -> tuple[Array, Array]:
     width = max((len(row) for row in rows if row is not None), default=0)
     values, ids = np.full((len(rows), width), np.nan, np.float32), np.full((len(rows), width), -1, np.int32)
     for place, row in enumerate(rows):
         if row:
             values[place], ids[place] = [value for value, _ in row], [token for _, token in row]
-    return {"shape": [len(rows), width], "logprobs": flat(values, "float32"), "token_ids": flat(ids, "int32")}
+    return values, ids
+
+
+def _written(pieces: Sequence[tuple[Array, Array | None]]) -> dict[str, Any]:
+    values = np.concatenate([each for each, _ in pieces])
+    ids = [each for _, each in pieces if each is not None]
+    if not ids:
+        return {"dtype": "float32", "shape": list(values.shape), "data": flat(values, "float32")}
+    return {"shape": list(values.shape), "logprobs": flat(values, "float32"), "token_ids": flat(np.concatenate(ids), "int32")}
 
 
 def _nan(value: float | None) -> float:

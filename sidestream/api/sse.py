@@ -38,8 +38,7 @@ class EventStream(Response):
         self.status_code = 200
         self.media_type = "text/event-stream"
         self.background = None
-        self.body = b""
-        self.init_headers({**HEADERS, **(headers or {})})
+        self.init_headers({**HEADERS, **(headers or {})})  # there is no body yet, so no content-length either
         self._events = events
         self._id = id
         self._sent = time.monotonic()

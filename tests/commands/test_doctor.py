@@ -126,13 +126,13 @@ def test_without_the_native_kernels(default_model, capsys, monkeypatch):
 def test_what_is_configured_wrongly_is_a_problem(default_model, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("SIDESTREAM_PORT", "http")
     monkeypatch.setenv("SIDESTREAM_THREADS", "100000")
-    monkeypatch.setenv("SIDESTREAM_PAGESIZE", "8")
+    monkeypatch.setenv("SIDESTREAM_PAGESISE", "8")
     monkeypatch.setenv("SIDESTREAM_API_KEY", "hush")
     monkeypatch.setenv("HF_TOKEN", "hush")
     value = report(capsys, "--device", "cpu")
     problems = "\n".join(value["problems"])
     assert "SIDESTREAM_PORT: got 'http', must be an integer between 0 and 65535" in problems
-    assert "SIDESTREAM_PAGESIZE: there is no such variable. Did you mean SIDESTREAM_PAGE_SIZE?" in problems
+    assert "SIDESTREAM_PAGESISE: there is no such variable. Did you mean SIDESTREAM_PAGE_SIZE?" in problems
     assert "threads: got 100000, must be at most" in problems
     assert (value["found"]["variables"]["SIDESTREAM_API_KEY"], value["found"]["variables"]["HF_TOKEN"]) == ("***", "***")
     assert value["configured"]["api_key"] == {"value": "***", "from": "SIDESTREAM_API_KEY"}
