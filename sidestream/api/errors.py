@@ -24,6 +24,13 @@ class ErrorInfo(msgspec.Struct, kw_only=True):
     request_id: str | None = msgspec.field(default=None)
 
 
+class Aborted(SidestreamError):
+    """Somebody ended the request by its id. Not one of the statuses after which clients try again by themselves."""
+
+    status = 499
+    code = "aborted"
+
+
 class ErrorAnswer(msgspec.Struct, kw_only=True):
     error: ErrorInfo
 

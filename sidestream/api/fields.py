@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -135,6 +136,6 @@ def called(names: Mapping[str, str]) -> Iterator[None]:
 def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     """JSON's keys are texts."""
     for key in bias:
-        if not key.lstrip("-").isdecimal():
+        if not re.fullmatch(r"-?(0|[1-9][0-9]{0,19})", key):
             raise InvalidRequest("logit_bias", f'got the key {key!r}, must be token ids such as "42"')
     return {int(key): value for key, value in bias.items()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from sidestream.api.chat import CHAT
+from sidestream.api.completions import COMPLETIONS
 from sidestream.api.control import CONTROL
 from sidestream.api.embeddings import EMBEDDINGS
 from sidestream.api.info import INFO
+from sidestream.api.models import MODELS
 from sidestream.api.native import NATIVE
 from sidestream.api.openapi import document_routes
 from sidestream.api.operation import OPERATION
@@ -12,5 +15,5 @@ from sidestream.api.route import Route
 from sidestream.api.score import SCORE
 from sidestream.api.tokenize import TOKENIZE
 
-API: tuple[Route, ...] = (*OPERATION, *NATIVE, *EMBEDDINGS, *SCORE, *TOKENIZE, *INFO, *CONTROL)
+API: tuple[Route, ...] = (*CHAT, *COMPLETIONS, *NATIVE, *EMBEDDINGS, *SCORE, *TOKENIZE, *MODELS, *INFO, *CONTROL, *OPERATION)
 ROUTES: tuple[Route, ...] = (*API, *document_routes(API))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Literal, NamedTuple, cast
 
@@ -11,6 +12,8 @@ from sidestream.config import ServeConfig
 from sidestream.errors import ModelError, Unavailable
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.tracing import Tracing
+
+log = logging.getLogger("sidestream")
 
 State = Literal["loading", "ok", "draining", "stalled", "failed"]
 STALL_SECONDS = 30.0  # without a word of an engine that has work: the longest step is a chunk of prefill
@@ -37,6 +40,7 @@ class Service:
         self.failure: str | None = None
         self.weights = Weights(engine.config.model, "default")
         self._engine = engine
+        self._hints: set[str] = set()
 
     @property
     def engine(self) -> AsyncEngine:
@@ -90,6 +94,12 @@ class Service:
         if name is None or name in names or name in ("", "default"):
             return name if name in names else names[0]
         raise ModelError(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
+
+    def hint(self, text: str) -> None:
+        """Log what may surprise a client's author, once."""
+        if text not in self._hints:
+            self._hints.add(text)
+            log.info("%s", text)
 
 
 def report_of(engine: AsyncEngine) -> dict[str, object]:

@@ -1,0 +1,245 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from starlette.responses import Response
+
+from sidestream.api.logprobs import ChatLogprobs, Entries, TokenTexts, chat_logprobs
+from sidestream.api.openai import (
+    IGNORED,
+    TOP_LOGPROBS,
+    Choice,
+    Exchange,
+    OpenAIRequest,
+    asked_for,
+    check_room,
+)
+from sidestream.api.route import Call, Route
+from sidestream.api.shapes import Usage, flat_logprobs, usage_of
+from sidestream.async_client import LONG_TEXT, AsyncEngine
+from sidestream.errors import InvalidRequest
+from sidestream.output import Output
+
+TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "chat"})
+
+
+TEXT_ONLY = msgspec.Meta(description="The model reads text only.")
+NO_TEMPLATE = msgspec.Meta(description="A template is a program, not taken from requests: start the server with --chat-template FILE.")
+NOT_STORED = msgspec.Meta(description="Only false: answers are not stored.", extra_json_schema={"enum": [False]})
+NO_TOOLS = "Tools are not supported yet."
+
+
+class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Of a message's content. Other types' fields are declared to be refused by their names."""
+
+    type: Annotated[Literal["text"], TEXT_ONLY]
+    text: str
+    cache_control: Annotated[Any, IGNORED] = None
+    image_url: Annotated[None, TEXT_ONLY] = None
+    video_url: Annotated[None, TEXT_ONLY] = None
+    audio_url: Annotated[None, TEXT_ONLY] = None
+    input_audio: Annotated[None, TEXT_ONLY] = None
+    file: Annotated[None, TEXT_ONLY] = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    role: Annotated[str, msgspec.Meta(min_length=1, description="The template knows which: system, user, assistant, tool.")]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: Annotated[str, msgspec.Meta(description="The template finds it as reasoning_content and as reasoning.")] | None = (
+        None
+    )
+    reasoning: Annotated[str, msgspec.Meta(description="The same as reasoning_content.")] | None = None
+    annotations: Annotated[list[Any], IGNORED] | None = None
+    refusal: Annotated[None, msgspec.Meta(description="No model here refuses in a field of its own: send it as content.")] = None
+    audio: Annotated[None, TEXT_ONLY] = None
+    function_call: Annotated[None, msgspec.Meta(description="Send tool_calls.")] = None
+
+
+class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    logprobs: Annotated[bool, msgspec.Meta(description="Return the logprob of each token.")] | None = None
+    top_logprobs: Annotated[int, TOP_LOGPROBS] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(description="Variables for the chat template.")] | None = None
+    add_generation_prompt: Annotated[bool, msgspec.Meta(description="Begin an answer after the last message.")] | None = None
+    continue_final_message: Annotated[bool, msgspec.Meta(description="Go on with the last message.")] | None = None
+
+    modalities: Annotated[list[Literal["text"]], TEXT_ONLY] | None = None
+    store: Annotated[bool, NOT_STORED] | None = None
+    parallel_tool_calls: Annotated[bool, IGNORED] | None = None
+    tools: Annotated[list[Any], msgspec.Meta(max_length=0, description=NO_TOOLS)] | None = None
+    tool_choice: Annotated[Literal["none", "auto"], msgspec.Meta(description=NO_TOOLS)] | None = None
+    # Null is all that these may be; the description says why.
+    reasoning_effort: Annotated[None, msgspec.Meta(description="Efforts of reasoning are not supported yet.")] = None
+    chat_template: Annotated[None, NO_TEMPLATE] = None
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
+    content: str
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChoice(Choice, kw_only=True):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatDelta(Choice, kw_only=True):
+    delta: Delta
+
+
+class ChatAnswer(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+async def chat_completions(call: Call[ChatRequest]) -> Response:
+    body, engine = call.body, call.service.engine
+    call.service.check_model(body.model)
+    _check(body)
+    context = engine.context_length
+    asked = asked_for(body, logprobs=body.logprobs, top_logprobs="top_logprobs", default_tokens=context, context=context)
+    check_room("messages", len(body.messages), asked, context, least=True)  # one token each: before all of them are rendered
+    ids = await _encoded(engine, body)
+    check_room("messages", len(ids), asked, context)
+    chat = _Chat(Exchange(call, [ids], asked, kind="chatcmpl", operation="chat"), ids, body)
+    return chat.stream() if body.stream else await chat.answer()
+
+
+class _Chat:
+    """One conversation on its way to the answer."""
+
+    def __init__(self, exchange: Exchange, ids: list[int], body: ChatRequest) -> None:
+        self._exchange = exchange
+        self._ids = ids
+        self._texts = TokenTexts(exchange.tokenizer)
+        self._prompt_ids = ids if body.return_token_ids else UNSET
+
+    async def answer(self) -> Response:
+        exchange = self._exchange
+        outputs = await exchange.answers()
+        choices = []
+        for index, output in enumerate(outputs):
+            rest = await exchange.ending(index, output, streamed=False)
+            choices.append(ChatChoice(message=AnswerMessage(content=output.text), logprobs=await self._logprobs(output), **rest))
+        return exchange.respond(
+            ChatAnswer(
+                id=exchange.id,
+                created=exchange.created,
+                model=exchange.model,
+                choices=choices,
+                usage=usage_of(outputs),
+                system_fingerprint=exchange.fingerprint,
+                prompt_token_ids=self._prompt_ids,
+            )
+        )
+
+    def stream(self) -> Response:
+        return self._exchange.stream("chat.completion.chunk", self._deltas, prompt_token_ids=self._prompt_ids)
+
+    async def _deltas(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
+        """The role comes in a chunk of its own; the last chunk may have no text."""
+        role = [ChatDelta(index=index, delta=Delta(role="assistant", content=""))] if first else []
+        delta = Delta() if part.finish_reason is not None and not part.text else Delta(content=part.text)
+        rest = await self._exchange.ending(index, part, streamed=True)
+        return [*role, ChatDelta(delta=delta, logprobs=await self._logprobs(part), **rest)]
+
+    async def _logprobs(self, output: Output) -> Any:
+        logprobs = output.logprobs
+        if logprobs is None:
+            return None
+        if self._exchange.asked.flat_logprobs:
+            return flat_logprobs(logprobs)
+        return await chat_logprobs(self._texts, Entries.of_output(logprobs, output.token_ids), Entries.of_prompt(logprobs, self._ids))
+
+
+# From messages to token ids
+
+
+def _check(body: ChatRequest) -> None:
+    if body.store:
+        raise InvalidRequest("store", "got true, must be false: answers are not stored")
+    for key in body.chat_template_kwargs or ():
+        if key in TEMPLATE_NAMES:
+            raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
+
+
+async def _encoded(engine: AsyncEngine, body: ChatRequest) -> list[int]:
+    """Token ids of the conversation; of a long one beside the event loop."""
+    messages = [_plain(message, f"messages.{place}") for place, message in enumerate(body.messages)]
+    continued = bool(body.continue_final_message)
+    variables = {
+        **(body.chat_template_kwargs or {}),
+        "add_generation_prompt": not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        "continue_final_message": continued,
+    }
+
+    def encode() -> list[int]:
+        return engine.encode_chat(messages, **variables)
+
+    try:
+        return await asyncio.to_thread(encode) if _characters(body) > LONG_TEXT else encode()
+    except RecursionError:
+        raise InvalidRequest("body", "must be a JSON object: it is nested too deeply") from None
+    except InvalidRequest as error:
+        raise InvalidRequest(re.sub(r"\[(\d+)\]", r".\1", error.param), error.said, hint=error.hint) from None
+
+
+def _characters(body: ChatRequest) -> int:
+    """About how much there is to render and to tokenize; a message without text costs something too."""
+    texts = (message.content for message in body.messages)
+    return sum(50 + (len(text) if isinstance(text, str) else sum(len(part.text) for part in text or ())) for text in texts)
+
+
+def _plain(message: ChatMessage, where: str) -> dict[str, Any]:
+    """What the template gets: the fields that were given."""
+    reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+    if message.reasoning is not None and message.reasoning != reasoning:
+        raise InvalidRequest(f"{where}.reasoning", "differs from reasoning_content, must be the same: they mean the same")
+    plain: dict[str, Any] = {"role": message.role}
+    if isinstance(message.content, list):
+        plain["content"] = [{"type": "text", "text": part.text} for part in message.content]
+    elif message.content is not None:
+        plain["content"] = message.content
+    given = {
+        "name": message.name,
+        "tool_calls": message.tool_calls or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+        "reasoning": reasoning,
+    }
+    return plain | {name: value for name, value in given.items() if value is not None}
+
+
+CHAT = (
+    Route(
+        "POST",
+        "/v1/chat/completions",
+        chat_completions,
+        "Answer a conversation",
+        body=ChatRequest,
+        answer=ChatAnswer,
+        streams=True,
+    ),
+)
