@@ -17,7 +17,7 @@ from sidestream.channel import AskingEnd
 from sidestream.config import EngineConfig
 from sidestream.engine_process import Start
 from sidestream.errors import EngineDead
-from sidestream.frontend import Facts, Frontend, FrontendState
+from sidestream.frontend import Facts, Frontend, FrontendState, template_of
 from sidestream.messages import EngineFailed, Stop
 from sidestream.observe.logs import LogFormat
 from sidestream.observe.progress import open_progress
@@ -152,6 +152,11 @@ class AsyncEngine:
     @property
     def facts(self) -> Facts:
         return self.frontend.facts
+
+    def use_chat_template(self, source: str) -> None:
+        """In place of the model's own. Raises ModelError if it does not parse."""
+        facts, tokenizer = self.facts, self.frontend.tokenizer
+        self._frontend = Frontend(facts, tokenizer, template_of(source, tokenizer, facts.name))
 
     @property
     def tokenizer(self) -> Any:

@@ -33,7 +33,7 @@ class Abort(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question to the engine, answered between two steps: one of `engine.loop.QUESTIONS`."""
+    """A question to the engine, answered between two steps: one of `engine.questions.ANSWERS`."""
 
     id: int
     what: str

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity
@@ -69,6 +68,8 @@ class HiddenStates:
 
     def numbers(self) -> npt.NDArray[np.floating[Any]]:
         """[rows, layers, hidden] for numpy, which has no bfloat16: that is widened to float32."""
+        import numpy as np
+
         if self.dtype == "bfloat16":
             return (self.raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
         return self.raw.view(self.dtype).reshape(self.shape)
@@ -137,6 +138,8 @@ def _json_rows(rows: Any) -> Any:
 
 def hidden_states_to_dict(states: HiddenStates) -> dict[str, Any]:
     """Type, shape, layers and positions, and the rows as nested lists: NaN and infinities are null."""
+    import numpy as np
+
     numbers = states.numbers()
     rows, finite = numbers.tolist(), bool(np.isfinite(numbers).all())
     return {

@@ -89,7 +89,7 @@ class Router:
             raise dead(self.failure)
 
     def ask(self, what: str, argument: str | None, reply: Reply) -> None:
-        """Put a question to the loop (`engine.loop.QUESTIONS`). `reply` is called once, by whoever receives."""
+        """Put a question to the loop (`engine.questions.ANSWERS`). `reply` is called once, by whoever receives."""
         with self._lock:
             self.check()
             question = Ask(next(self._ids), what, argument)
