@@ -232,7 +232,11 @@ class AsyncEngine:
         router = self.router
         mailbox = Mailbox(lambda: router.give_up(prompts))
         prompts = self._prepare(ids, sampling_params, rid, outputs, StreamedChoice, mailbox)
-        router.open(prompts, wait=False)
+        try:
+            router.open(prompts, wait=False)
+        except BaseException:
+            router.give_up(prompts)
+            raise
         return PartStream(prompts, mailbox, router)
 
     async def abort(self, rid: str) -> None:
