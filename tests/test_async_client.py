@@ -17,6 +17,7 @@ import pytest
 
 from sidestream import AsyncEngine, ConfigError, Engine, EngineDead, InvalidRequest, ModelError, QueueFull, SamplingParams, SlowReader
 from sidestream.async_stream import Mailbox
+from sidestream.errors import ContextLengthExceeded
 from sidestream.messages import Inbound, Submit
 
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 4096, "log_level": "error"}
@@ -67,6 +68,10 @@ def test_questions_aborts_and_refusals(tiny_llama: Path) -> None:
                 await engine.generate("")
             with pytest.raises(InvalidRequest, match="token id 320, must be between 0 and 319"):
                 await engine.generate([320])
+            with pytest.raises(ContextLengthExceeded, match=r"length is 512 tokens\. However, the prompt has 2000000 tokens"):
+                await engine.generate([320] * 2_000_000)
+            with pytest.raises(ContextLengthExceeded, match=r"length is 512 tokens\. However, the prompt has more than 1024 tokens"):
+                await engine.generate("word " * 2_000_000)
             answering = asyncio.ensure_future(engine.generate([5, 6], LONG, rid="mine"))
             while not (await engine.stats())["running"]:
                 await asyncio.sleep(0.01)

@@ -192,7 +192,7 @@ async def _prompt(engine: AsyncEngine, given: str | Sequence[Any], param: str, a
     try:
         ids = await engine.encode(given)
     except InvalidRequest as error:
-        raise InvalidRequest(param, error.said, hint=error.hint) from None
+        raise type(error)(param, error.said, hint=error.hint) from None
     check_room(param, len(ids), asked, context)
     return Prompt(given if isinstance(given, str) else ids, ids)
 
