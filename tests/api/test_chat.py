@@ -168,7 +168,9 @@ def test_tokens_logprobs_and_rows_are_those_of_the_engine(server: Any, engine: E
     assert rows_of(states) == output.hidden_states.raw.tobytes()
 
 
-@pytest.mark.parametrize("more", [{}, {"stop": "e"}, {"temperature": 1.0, "seed": 5, "n": 2}, {"max_tokens": 1}, {"max_tokens": 0}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"stop": "e"}, {"temperature": 1.0, "seed": 5, "n": 2}, {"max_tokens": 1}, {"max_tokens": 0}], ids=str
+)
 def test_a_stream_put_together_is_the_whole_answer(server: Any, more: dict[str, Any]) -> None:
     body = REQUEST | {"max_tokens": 30, "logprobs": True, "top_logprobs": 2, "logprob_start_len": 3, "return_token_ids": True} | more
     body |= {"return_hidden_states": True, "hidden_states_format": "base64"}
@@ -177,7 +179,9 @@ def test_a_stream_put_together_is_the_whole_answer(server: Any, more: dict[str, 
         got, want = joined(events, choice["index"]), whole(choice)
         if body["max_tokens"] == 0:
             assert want["token_ids"] == want["logprobs"] == [] and want["content"] == "" and want["rows"]
-        assert len(want["logprobs"]) == len(want["token_ids"]) == len(want["positions"]) - max(want["positions"]) - 1 + len(want["token_ids"])
+        assert (
+            len(want["logprobs"]) == len(want["token_ids"]) == len(want["positions"]) - max(want["positions"]) - 1 + len(want["token_ids"])
+        )
         assert got == want
     if "n" in more:
         assert len({choice["message"]["content"] for choice in answer["choices"]}) == 2
