@@ -134,7 +134,9 @@ def exact_server(chat_model: Path) -> Iterator[Server]:
     """One on the native kernels, where a request gets the same bytes whatever runs beside it and whatever is cached."""
     made = Server(chat_model, "--dtype", "bfloat16", "--kv-tokens", "8192", "--max-running-requests", "16")
     yield made
-    assert made.stop() == 0
+    status = made.stop()
+    made.close()
+    assert status == 0
 
 
 @pytest.fixture
