@@ -67,7 +67,8 @@ def conditions(options: argparse.Namespace) -> str:
     """What a number depends on besides the code."""
     size = "quick run" if options.quick else "full run"
     cores = f"{os.cpu_count()} cores of {processor()}"
-    return f"sidestream {__version__}, torch {torch.__version__}, {cores}, {size}, {options.repetitions} repetitions: median (least..most)."
+    repeated = "measured once" if options.repetitions == 1 else f"{options.repetitions} repetitions: median (least..most)"
+    return f"sidestream {__version__}, torch {torch.__version__}, {cores}, {size}, {repeated}."
 
 
 def update_page(name: str, text: str) -> None:

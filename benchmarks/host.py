@@ -124,7 +124,7 @@ def build(spec: DecoderSpec, running: int, tokens: int) -> tuple[EngineLoop, que
         NullRunner(spec, streams, copies, max(running, CHUNK)),
         copies,
         Limits(spec.max_position, spec.vocab_size, frozenset((2,))),
-        Factories(lambda _: None, lambda _: None),
+        Factories(lambda _: None, lambda _: None, lambda _: None),
         emit=outbox.put,
         overlap=False,
     )
@@ -173,10 +173,11 @@ def measure(spec: DecoderSpec, running: int, mode: str, steps: int) -> np.ndarra
         t.append(now())
         loop.process_batch_result(batch, launched)
         t.append(now())
-        message = outbox.get() if not outbox.empty() else None
-        if isinstance(message, StepOutputs):
-            for key, delta in deltas(message).items():
-                choices[key].take(delta)
+        while not outbox.empty():
+            message = outbox.get()
+            if isinstance(message, StepOutputs):
+                for key, delta in deltas(message).items():
+                    choices[key].take(delta)
         t.append(now())
         if len(batch.sampled) == running:
             if recorded >= 0:

@@ -17,7 +17,7 @@ from sidestream.channel import AskingEnd
 from sidestream.config import EngineConfig
 from sidestream.engine_process import Start
 from sidestream.errors import EngineDead
-from sidestream.frontend import Facts, Frontend, FrontendState
+from sidestream.frontend import Facts, Frontend, FrontendState, template_of
 from sidestream.messages import EngineFailed, Stop
 from sidestream.observe.logs import LogFormat
 from sidestream.observe.progress import open_progress
@@ -25,9 +25,9 @@ from sidestream.output import Output
 from sidestream.params import SamplingParams
 from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
 from sidestream.router import Router
+from sidestream.text.tokenizer import LONG_TEXT as LONG_TEXT
 
 CLOSE_SECONDS = 10.0  # for the engine's process to end by itself
-LONG_TEXT = 10_000  # characters; a longer one is tokenized beside the event loop
 
 
 class AsyncEngine:
@@ -153,6 +153,11 @@ class AsyncEngine:
     def facts(self) -> Facts:
         return self.frontend.facts
 
+    def use_chat_template(self, source: str) -> None:
+        """In place of the model's own. Raises ModelError if it does not parse."""
+        facts, tokenizer = self.facts, self.frontend.tokenizer
+        self._frontend = Frontend(facts, tokenizer, template_of(source, tokenizer, facts.name))
+
     @property
     def tokenizer(self) -> Any:
         return self.frontend.tokenizer
@@ -227,7 +232,11 @@ class AsyncEngine:
         router = self.router
         mailbox = Mailbox(lambda: router.give_up(prompts))
         prompts = self._prepare(ids, sampling_params, rid, outputs, StreamedChoice, mailbox)
-        router.open(prompts, wait=False)
+        try:
+            router.open(prompts, wait=False)
+        except BaseException:
+            router.give_up(prompts)
+            raise
         return PartStream(prompts, mailbox, router)
 
     async def abort(self, rid: str) -> None:

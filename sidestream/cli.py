@@ -74,11 +74,6 @@ def _dispatch(words: Sequence[str]) -> int:
     return status
 
 
-def _one_line(error: SidestreamError) -> str:
-    message = " ".join(error.message.split())
-    return message if error.hint is None else f"{message.rstrip('.')}. {' '.join(error.hint.split())}"
-
-
 def _in_flags(line: str) -> str:
     """A message that speaks of fields, in the words of the command line: `top_p` is --top-p."""
     from sidestream.config import declared_options
@@ -101,12 +96,12 @@ def _refusal(words: Sequence[str], error: SidestreamError) -> tuple[int, str]:
     """The exit status of an error that was raised on purpose, and the line that says it."""
     command = COMMANDS[words[0]]
     if isinstance(error, InvalidRequest):
-        return EXIT_USAGE, _in_flags(_one_line(error))
+        return EXIT_USAGE, _in_flags(error.one_line())
     if isinstance(error, ConfigError):
-        return command.bad_config, _in_flags(_one_line(error))
+        return command.bad_config, _in_flags(error.one_line())
     # What could not be fetched now may be there next time.
     lasting = isinstance(error, ModelError) and not isinstance(error, DownloadError)
-    return command.bad_model if lasting else EXIT_FAILURE, _one_line(error)
+    return command.bad_model if lasting else EXIT_FAILURE, error.one_line()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -36,7 +36,7 @@ class Engine:
         self._parts = self._assemble()
         loop = self._parts.loop
         self._frontend = self._parts.frontend
-        self._router = Router(loop.inbox.put, self._frontend.facts.max_running + self.config.max_queued_requests)
+        self._router = Router(lambda message: loop.inbox.put(message), self._frontend.facts.max_running + self.config.max_queued_requests)
         self._threads = [
             threading.Thread(target=_run, args=(loop, self._outbox), name="sidestream-engine", daemon=True),
             threading.Thread(target=_receive, args=(self._outbox, self._router), name="sidestream-receive", daemon=True),

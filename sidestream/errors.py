@@ -14,6 +14,11 @@ class SidestreamError(Exception):
         self.message = message
         self.hint = hint
 
+    def one_line(self) -> str:
+        """What was wrong and what to do, as the command line says it."""
+        message = " ".join(self.message.split())
+        return message if self.hint is None else f"{message.rstrip('.')}. {' '.join(self.hint.split())}"
+
 
 class InvalidRequest(SidestreamError, ValueError):
     """A field of a request has a value it cannot have. Raised before anything is queued."""

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 JSON_MINUS_INFINITY = -9999.0  # JSON has no infinity
@@ -69,12 +68,22 @@ class HiddenStates:
 
     def numbers(self) -> npt.NDArray[np.floating[Any]]:
         """[rows, layers, hidden] for numpy, which has no bfloat16: that is widened to float32."""
+        import numpy as np
+
         if self.dtype == "bfloat16":
             return (self.raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
         return self.raw.view(self.dtype).reshape(self.shape)
 
     def __repr__(self) -> str:
         return f"HiddenStates({self.dtype} {list(self.shape)}, layers={self.layers})"
+
+
+class Timing(NamedTuple):
+    """Seconds from asking, as the asking side saw them."""
+
+    queued: float | None  # until it was admitted; None if it never was
+    first_token: float | None  # until its first token; None if it had none
+    total: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +102,7 @@ class Output:
     logprobs: Logprobs | None = None
     hidden_states: HiddenStates | None = None
     copied_bytes: Mapping[str, int] | None = None  # device to host for this output, by kind; in a stream with the last part
+    timing: Timing | None = None  # in a stream with the last part
 
     def __repr__(self) -> str:
         """For the eye: a long text is cut, lists and tensors are there by their size."""
@@ -137,6 +147,8 @@ def _json_rows(rows: Any) -> Any:
 
 def hidden_states_to_dict(states: HiddenStates) -> dict[str, Any]:
     """Type, shape, layers and positions, and the rows as nested lists: NaN and infinities are null."""
+    import numpy as np
+
     numbers = states.numbers()
     rows, finite = numbers.tolist(), bool(np.isfinite(numbers).all())
     return {

@@ -7,11 +7,13 @@ are open are answered, at most `shutdown_timeout` long; the second aborts them.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 import time
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
@@ -58,13 +60,14 @@ def bind(config: ServeConfig) -> socket.socket:
     except OSError as error:
         where, field = (config.uds, "uds") if config.uds is not None else (f"{config.host}:{config.port}", "port")
         hint = "Another process may use it; --port 0 takes any free port." if field == "port" else None
-        raise ConfigError(f"{field}: {where} cannot be listened on: {error.strerror or error}", hint=hint) from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"{field}: {where} cannot be listened on: {reason}", hint=hint) from None
 
 
 def _bind_path(path: str) -> socket.socket:
     with suppress(FileNotFoundError):
         if _answers(path):
-            raise OSError(None, "another process listens on it")
+            raise OSError(errno.EADDRINUSE, "another process listens on it")
         os.unlink(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
@@ -149,6 +152,8 @@ class _Server:
         """Start the engine. The exit status if it cannot: the cause is the log's last line."""
         try:
             await self._engine.start()
+            if self._config.chat_template is not None:
+                self._engine.use_chat_template(Path(self._config.chat_template).read_text(encoding="utf-8"))
         except asyncio.CancelledError:
             return 0
         except (ConfigError, ModelError) as error:

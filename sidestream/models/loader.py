@@ -163,6 +163,14 @@ def resolve_model(model: str) -> Path:
     )
 
 
+def find_model(model: str) -> Path | None:
+    """Like `resolve_model`, but nothing is fetched: None for a model that would have to be. Raises `ModelError`."""
+    if model in hub.ALIASES or (_local(model) is None and hub.is_repository(model)):
+        path = hub.cached(model)
+        return None if path is None else resolve_model(str(path))
+    return resolve_model(model)
+
+
 def _local(model: str) -> Path | None:
     """The path, if it exists. A name too long for the file system, or of an unknown `~user`, does not."""
     try:

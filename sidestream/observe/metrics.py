@@ -12,13 +12,17 @@ from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import choose_encoder, generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from sidestream.observe.series import CONSTANT_LABELS, SERIES, Compat, Report, Sample, Series
 
 RECENT_SECONDS = 10.0
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+# All our names are legal as they are. Escaped, as for Prometheus 2, the library writes sidestream_ for sidestream: in OpenMetrics.
+UNESCAPED = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 
 
 class Metrics(Collector):
@@ -101,8 +105,12 @@ class Metrics(Collector):
 
     def render(self, accept: str | None = None) -> tuple[bytes, str]:
         """Body and content type: OpenMetrics where the Accept header asks for it, else the Prometheus text format."""
-        encode, content_type = choose_encoder(accept or "")
-        return encode(self.registry), content_type
+        # Not by the library's own choice: it raises TypeError for a version that is no number, and escapes names (see UNESCAPED).
+        accepted = {part.partition(";")[0].strip().lower() for part in (accept or "").split(",")}
+        if OPENMETRICS.partition(";")[0] in accepted:
+            encode, _ = choose_encoder(UNESCAPED)
+            return encode(self.registry), OPENMETRICS
+        return generate_latest(self.registry), TEXT
 
     def collect(self) -> Iterator[Metric]:
         """One family per declared series and prefix. Called by the registry."""

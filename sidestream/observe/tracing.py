@@ -96,10 +96,14 @@ def open_tracing(endpoint: str | None = None, *, environ: Mapping[str, str] = os
 
 
 def _check(endpoint: str) -> None:
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(endpoint)
+        usable, port = parts.scheme in ("http", "https") and bool(parts.hostname), parts.port
+    except ValueError:
+        usable, port = False, None
+    if not usable:
         raise ConfigError(f"otlp_endpoint: got {endpoint}, must be a URL such as http://localhost:4318")
-    if parts.port == 4317:
+    if port == 4317:
         raise ConfigError(
             f"otlp_endpoint: got {endpoint}, but 4317 is the port of OTLP over gRPC",
             hint="Traces are sent over HTTP: give the collector's HTTP port, usually 4318.",

@@ -81,15 +81,20 @@ class Server:
         """The exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        with suppress(AttributeError):
-            self.http.close()
         try:
             status = self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"the server did not end: {self.log}") from None
-        shutil.rmtree(self._directory)
         return status
+
+    def close(self) -> None:
+        """End it however it is, and leave nothing behind."""
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
+        with suppress(AttributeError):
+            self.http.close()
+        shutil.rmtree(self._directory)
 
 
 @pytest.fixture(scope="session")
@@ -108,8 +113,9 @@ def _serving(model: Path) -> Iterator[Server]:
     try:
         stats = made.stats()
     finally:
-        status = made.stop()
-    assert status == 0
+        status, log = made.stop(), made.log
+        made.close()
+    assert status == 0, log
     assert (stats["running"], stats["waiting"]) == (0, 0)
     assert stats["kv_tokens_free"] + stats["kv_tokens_cached"] == stats["kv_tokens_total"]
 
@@ -147,11 +153,10 @@ def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers of a test's own, which end with it."""
     started: list[Server] = []
 
-    def start(*flags: str, **keywords: Any) -> Server:
-        started.append(Server(chat_model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
+    def start(*flags: str, model: Path = chat_model, **keywords: Any) -> Server:
+        started.append(Server(model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
         return started[-1]
 
     yield start
     for each in started:
-        if each.process.poll() is None:
-            each.stop(signal.SIGKILL)
+        each.close()

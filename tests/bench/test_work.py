@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from sidestream.bench.work import CASES, Work, prompts, timed
@@ -35,28 +33,31 @@ def test_a_warm_work_has_the_prefix_of_the_cold_one_and_own_endings():
 
 
 @pytest.mark.parametrize(
-    ("work", "asked", "emptied"),
+    ("work", "asked", "emptied", "seconds"),
     [
-        (Work(1, 4, 3, "decode"), [1, 3], 2),
-        (Work(2, 4, 3, "output"), [3], 1),
-        (Work(2, 4, 3, "output", shared=2, warm=True), [3], 0),
-        (Work(1, 4, 1, "prompt"), [1], 1),
+        (Work(1, 4, 3, "decode"), [1, 3], 2, 20.0),
+        (Work(2, 4, 3, "output"), [3], 1, 30.0),
+        (Work(2, 4, 3, "output", shared=2, warm=True), [3], 0, 30.0),
+        (Work(1, 4, 1, "prompt"), [1], 1, 10.0),
     ],
 )
-def test_what_is_timed(work, asked, emptied):
+def test_what_is_timed(work, asked, emptied, seconds, monkeypatch):
+    """The time of the answers, 10 s a token, less that of the first token where only decoding counts."""
     calls: list[int] = []
     flushes: list[None] = []
+    now = 0.0
+    monkeypatch.setattr("sidestream.bench.work.time.perf_counter", lambda: now)
 
     def generate(prompts, new):
+        nonlocal now
         calls.append(new)
         assert [len(ids) for ids in prompts] == [4] * work.requests
-        time.sleep(0.01 * new)
+        now += 10.0 * new
         return [[7] * new] * work.requests
 
-    seconds = timed(work, "seed", generate, lambda: flushes.append(None))
+    assert timed(work, "seed", generate, lambda: flushes.append(None)) == seconds
     assert calls == asked
     assert len(flushes) == emptied
-    assert 0.9 * 0.01 * (asked[-1] - sum(asked[:-1])) < seconds < 10.0
 
 
 def test_answers_of_another_length_are_no_measurement():

@@ -220,7 +220,7 @@ def test_an_interrupted_call_gives_everything_up(open_engine: Opener, monkeypatc
         def interrupted(*args: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(engine, "_collect", interrupted)
+        monkeypatch.setattr("sidestream.client.finished", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[5, 6]] * 5, on(300), rid=list("abcde"))
         monkeypatch.undo()

@@ -25,7 +25,8 @@ from sidestream import Engine, Output, SamplingParams
 from sidestream.engine.scheduler import _Step
 from sidestream.engine.streams import Streams, open_amplified_streams, open_streams
 from sidestream.kernels import cpu
-from sidestream.messages import Abort, Submit
+from sidestream.messages import Abort, StepOutputs, Submit
+from sidestream.output import HiddenStates
 
 DEFAULTS: dict[str, Any] = {
     "return_logprob": False,
@@ -316,7 +317,7 @@ def check_aborted(engine: Engine, ask: Ask, got: Output, want: Output, assert_sa
         completion_tokens=count,
         finish_reason="abort",
         logprobs=logprobs,
-        hidden_states=replace(want.hidden_states, data=want.hidden_states.data[positions], positions=positions),
+        hidden_states=HiddenStates.of(want.hidden_states.data[positions], positions, want.hidden_states.layers),
     )
     assert_same(got, expected, ask.name)
 
@@ -335,7 +336,7 @@ class Checks:
         left = {ask.name: ask.abort_after for ask in asks}
 
         def watching(step: Any) -> None:
-            for key in {*step.keys, *step.rows}:
+            for key in {*step.keys, *step.rows} if isinstance(step, StepOutputs) else ():
                 rid = engine._router.choices[key].prompt.rid
                 if rid in left:
                     left[rid] -= key in step.keys

