@@ -115,3 +115,11 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert not re.findall(r"https?://|//cdn|@import|\bimport\s*\(|\bimport\b.*\bfrom\b", html)
     assert set(re.findall(r"""\b(?:src|href)\s*=\s*["']([^"']*)""", html)) <= {"data:,", "openapi.json"}
     assert not re.findall(r"\bon\w+\s*=\s*[\"']|\bstyle\s*=\s*[\"']", html), "the policy allows no scripts or styles in attributes"
+
+
+def test_a_method_that_a_path_does_not_have_is_told_all_that_it_has(server: Any) -> None:
+    for path, methods in DOCUMENT["paths"].items():
+        if "{" not in path:
+            answer = server.http.delete(path)
+            allowed = {each.strip().lower() for each in answer.headers["allow"].split(",")} - {"head"}
+            assert (answer.status_code, allowed) == (405, set(methods)), path
