@@ -25,9 +25,9 @@ from sidestream.output import Output
 from sidestream.params import SamplingParams
 from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
 from sidestream.router import Router
+from sidestream.text.tokenizer import LONG_TEXT as LONG_TEXT
 
 CLOSE_SECONDS = 10.0  # for the engine's process to end by itself
-LONG_TEXT = 10_000  # characters; a longer one is tokenized beside the event loop
 
 
 class AsyncEngine:
@@ -232,7 +232,11 @@ class AsyncEngine:
         router = self.router
         mailbox = Mailbox(lambda: router.give_up(prompts))
         prompts = self._prepare(ids, sampling_params, rid, outputs, StreamedChoice, mailbox)
-        router.open(prompts, wait=False)
+        try:
+            router.open(prompts, wait=False)
+        except BaseException:
+            router.give_up(prompts)
+            raise
         return PartStream(prompts, mailbox, router)
 
     async def abort(self, rid: str) -> None:

@@ -19,10 +19,15 @@ PromptLike = str | Sequence[int]
 
 
 def encode(frontend: Frontend, prompt: PromptLike) -> list[int]:
-    """Token ids of one prompt, text or ids. Raises InvalidRequest."""
+    """Token ids of one prompt, text or ids. Raises InvalidRequest; one that is much too long is not looked at to its end."""
+    context = frontend.facts.context
     if isinstance(prompt, str):
+        if frontend.tokenizer.surely_exceeds(prompt, context):
+            raise _too_long(context, f"more than {2 * context} tokens")
         ids = frontend.tokenizer.encode(prompt)
     else:
+        if isinstance(prompt, Sequence) and len(prompt) > context:
+            raise _too_long(context, f"{len(prompt)} tokens")
         ids = _token_ids(prompt)
         limit = frontend.facts.vocab_size
         for token in ids:
@@ -79,11 +84,12 @@ def _check_length(facts: Facts, count: int, sampling: SamplingParams) -> None:
     context = facts.context
     if count > context or (count == context and sampling.max_new_tokens > 0):
         more = "" if count > context else f" and max_new_tokens is {sampling.max_new_tokens}: there is no room for any output"
-        raise ContextLengthExceeded(
-            "prompt",
-            f"This model's maximum context length is {context} tokens. However, the prompt has {count} tokens{more}.",
-            hint="Shorten the prompt.",
-        )
+        raise _too_long(context, f"{count} tokens{more}")
+
+
+def _too_long(context: int, count: str) -> ContextLengthExceeded:
+    said = f"This model's maximum context length is {context} tokens. However, the prompt has {count}."
+    return ContextLengthExceeded("prompt", said, hint="Shorten the prompt.")
 
 
 def _check_bytes(facts: Facts, prompt: Prompt, max_output_bytes: int) -> None:

@@ -113,10 +113,11 @@ class Router:
             self.fail(message.error)
 
     def _route(self, step: StepOutputs) -> None:
-        for key, cached in step.cached_tokens.items():
+        for key, admission in step.admitted.items():
             choice = self.choices.get(key)
             if choice is not None and choice.index == 0:
-                choice.prompt.cached_tokens = cached
+                choice.prompt.cached_tokens = admission.cached_tokens
+                choice.prompt.admitted_at = admission.at
         for key, delta in deltas(step).items():
             choice = self.choices.get(key)
             if choice is None:  # given up
@@ -168,14 +169,20 @@ class Router:
                 self._submit(prompt)
 
     def _submit(self, prompt: Prompt) -> None:
-        ids, sampling, primary = np.asarray(prompt.ids, np.int32), prompt.sampling, prompt.choices[0].key
-        if sampling.seed is None:  # one of its own: two such requests differ
-            sampling = replace(sampling, seed=secrets.randbits(63))
+        ids, asked, most, primary = np.asarray(prompt.ids, np.int32), prompt.sampling, prompt.max_tokens, prompt.choices[0].key
+        # A caller's numbers may have any size; beyond the context they mean the same as at its end, where they fit into a message.
+        sampling = replace(
+            asked,
+            max_new_tokens=most,
+            min_new_tokens=min(asked.min_new_tokens, most),
+            seed=secrets.randbits(63) if asked.seed is None else asked.seed,  # one of its own: two such requests differ
+        )
+        plan = replace(prompt.plan, hidden_start=min(prompt.plan.hidden_start, len(ids) + most))
         self._placed.add(prompt.rid)
         self.choices.update((choice.key, choice) for choice in prompt.choices)
         for choice in prompt.choices:
             follows = primary if choice.index else None
-            self._send(Submit(choice.key, prompt.rid, choice.index, ids, sampling, prompt.plan, follows))
+            self._send(Submit(choice.key, prompt.rid, choice.index, ids, sampling, plan, follows))
 
     def _end(self, prompt: Prompt) -> None:
         """Its rid and its place are free."""

@@ -17,6 +17,8 @@ import pytest
 
 from sidestream import AsyncEngine, ConfigError, Engine, EngineDead, InvalidRequest, ModelError, QueueFull, SamplingParams, SlowReader
 from sidestream.async_stream import Mailbox
+from sidestream.errors import ContextLengthExceeded
+from sidestream.messages import Inbound, Submit
 
 OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 4096, "log_level": "error"}
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
@@ -66,6 +68,10 @@ def test_questions_aborts_and_refusals(tiny_llama: Path) -> None:
                 await engine.generate("")
             with pytest.raises(InvalidRequest, match="token id 320, must be between 0 and 319"):
                 await engine.generate([320])
+            with pytest.raises(ContextLengthExceeded, match=r"length is 512 tokens\. However, the prompt has 2000000 tokens"):
+                await engine.generate([320] * 2_000_000)
+            with pytest.raises(ContextLengthExceeded, match=r"length is 512 tokens\. However, the prompt has more than 1024 tokens"):
+                await engine.generate("word " * 2_000_000)
             answering = asyncio.ensure_future(engine.generate([5, 6], LONG, rid="mine"))
             while not (await engine.stats())["running"]:
                 await asyncio.sleep(0.01)
@@ -193,5 +199,34 @@ def test_a_slow_reader_is_told_and_costs_nobody_else() -> None:
         assert given_up == [True]
         event = await mailbox.get()
         assert isinstance(event, SlowReader) and "4097 parts" in str(event)
+
+    run(work())
+
+
+def test_numbers_of_any_size_cross_to_the_engine(tiny_llama: Path) -> None:
+    """Beyond the context they mean what they mean at its end. A request that cannot be sent leaves nothing behind."""
+    huge = 10**40
+
+    async def work() -> None:
+        async with AsyncEngine(str(tiny_llama), context_length=64, **OPTIONS) as engine:
+            sampling = SamplingParams(max_new_tokens=huge, min_new_tokens=huge - 1, temperature=0.0)
+            output = await engine.generate([5, 6], sampling, return_hidden_states=True, hidden_states_start=huge)
+            assert not isinstance(output, list)
+            assert (output.completion_tokens, output.finish_reason) == (62, "length")
+            assert output.hidden_states.shape == (0, 1, 64)
+            parts = [part async for part in engine.stream([5, 6], sampling)]
+            assert [token for part in parts for token in part.token_ids] == list(output.token_ids)
+
+            send = engine.router._send
+
+            def refuse(message: Inbound) -> None:
+                if isinstance(message, Submit):
+                    raise OverflowError("too large")
+                send(message)
+
+            engine.router._send = refuse
+            with pytest.raises(OverflowError):
+                engine.stream([5, 6])
+            assert not engine.router.prompts
 
     run(work())

@@ -12,16 +12,16 @@ from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidestream.api.errors import described, error_response
+from sidestream.api.errors import ErrorShape, described, error_response
 from sidestream.api.route import ClientLeft, Route
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
-from sidestream.errors import SidestreamError
+from sidestream.errors import SidestreamError, Unavailable
 
 log = logging.getLogger("sidestream")
 
@@ -46,15 +46,15 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
             if route.admin:
                 service.keys.check(request, admin=True)
             return await route.run(service, request, id)
-        except ClientLeft:
+        except (ClientLeft, ClientDisconnect):  # while it waited, or in the middle of its request
             return Response(status_code=CLIENT_LEFT)
         except SidestreamError as error:
-            if described(error)[0] >= 500:
+            if described(error)[0] >= 500 and not isinstance(error, Unavailable):  # its reason was logged once
                 log.warning("%s %s: %s", id, request.url.path, error)
-            return error_response(error, id)
+            return error_response(error, id, route.errors)
         except Exception as error:
             log.exception("%s %s", id, request.url.path)
-            return error_response(error, id)
+            return error_response(error, id, route.errors)
 
     return endpoint
 
@@ -64,7 +64,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         error.detail = f"there is no route {request.url.path}; /openapi.json lists them"
-    return error_response(error)
+    return error_response(error, request.state.id, request.state.errors)
 
 
 class Surrounding:
@@ -74,6 +74,7 @@ class Surrounding:
         self.app = app
         self.service = service
         self.open = frozenset(path for route in ROUTES if route.open for path in (route.path, *route.aliases))
+        self.anthropic = frozenset(path for route in ROUTES if route.errors == "anthropic" for path in (route.path, *route.aliases))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,11 +83,15 @@ class Surrounding:
         scope["path"] = re.sub("/{2,}", "/", scope["path"])  # some clients put a slash too many behind the base address
         request = Request(scope)
         id = _request_id(request)
-        scope.setdefault("state", {})["id"] = id
+        errors: ErrorShape = "anthropic" if scope["path"] in self.anthropic else "openai"
+        scope.setdefault("state", {}).update(id=id, errors=errors)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = id
+                if errors == "anthropic":
+                    headers["request-id"] = id
                 self.service.metrics.http_response(_route_of(scope), message["status"])
             await send(message)
 
@@ -94,7 +99,7 @@ class Surrounding:
             if scope["path"] not in self.open:
                 self.service.keys.check(request, admin=False)
         except SidestreamError as error:
-            await error_response(error)(scope, receive, counted)
+            await error_response(error, id, errors)(scope, receive, counted)
             return
         await self.app(scope, receive, counted)
 

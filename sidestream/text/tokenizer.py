@@ -14,6 +14,9 @@ from sidestream.text import gguf_tokenizer
 if TYPE_CHECKING:
     from sidestream.models.loader import TokenizerSource
 
+LONG_TEXT = 10_000  # characters: to tokenize a longer one takes so long that other threads must go on meanwhile
+LONG_TOKEN = 16  # characters; few texts have as many per token
+
 # How a token becomes text. "bytes": byte-level BPE, a token is a string of bytes written in GPT-2's alphabet. "pieces":
 # SentencePiece, "▁" is a space and "<0x0A>" a byte. "whole": any other decoder, a token's text may depend on its neighbours.
 Decoding = Literal["bytes", "pieces", "whole"]
@@ -115,7 +118,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `InvalidRequest` for text that is not Unicode (lone surrogates)."""
+        """Raises `InvalidRequest` for text that is not Unicode (lone surrogates). A long text leaves the GIL to other threads."""
+        if isinstance(text, str) and len(text) > LONG_TEXT:
+            return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         try:
             ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError:
@@ -129,6 +134,15 @@ class Tokenizer:
         except TypeError:
             raise next((_not_unicode(text) for text in texts if not _is_unicode(text)), _not_unicode("")) from None
         return [self._with_bos(each.ids) if add_special_tokens else each.ids for each in batch]
+
+    def surely_exceeds(self, text: str, limit: int) -> bool:
+        """Whether a text has far more than `limit` tokens, judged by as much of its beginning as that takes; a short one never does."""
+        end = limit * LONG_TOKEN
+        while end < len(text):
+            if len(self.encode(text[:end])) > 2 * limit:  # twice: where the beginning ends, tokens may differ from those of the whole
+                return True
+            end *= 2
+        return False
 
     def encode_chat(self, text: str) -> list[int]:
         """Ids of a prompt that a chat template wrote, with exactly one BOS if the tokenizer uses one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,8 +19,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from sidestream import Engine
+
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{{ style ~ '\n' if style }}{% for message in messages %}<|start|>{{ message.role }}{{ ' ' ~ message.name if message.name }}\n"
+    "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if message.reasoning }}{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 START_SECONDS = 60
@@ -60,6 +64,15 @@ class Server:
 
     def post(self, path: str, body: Any, **keywords: Any) -> httpx2.Response:
         return self.http.post(path, json=body, **keywords)
+
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream that ends as it should."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event, parse_constant=pytest.fail) for event in events]
 
     def stats(self) -> dict[str, Any]:
         return dict(self.http.get("/server_info").json()["stats"])
@@ -108,13 +121,29 @@ def server(chat_model: Path) -> Iterator[Server]:
     assert stats["kv_tokens_free"] + stats["kv_tokens_cached"] == stats["kv_tokens_total"]
 
 
+@pytest.fixture(scope="session")
+def engine(chat_model: Path) -> Iterator[Engine]:
+    """The model of `server` in this process, with the same options: what one answers, the other must answer too."""
+    options = {"dtype": "float32", "threads": 1, "kv_tokens": 8192, "max_running_requests": 16, "log_level": "warning"}
+    with Engine(str(chat_model), **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def exact_server(chat_model: Path) -> Iterator[Server]:
+    """One on the native kernels, where a request gets the same bytes whatever runs beside it and whatever is cached."""
+    made = Server(chat_model, "--dtype", "bfloat16", "--kv-tokens", "8192", "--max-running-requests", "16")
+    yield made
+    assert made.stop() == 0
+
+
 @pytest.fixture
 def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers of a test's own, which end with it."""
     started: list[Server] = []
 
-    def start(*flags: str, **keywords: Any) -> Server:
-        started.append(Server(chat_model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
+    def start(*flags: str, model: Path = chat_model, **keywords: Any) -> Server:
+        started.append(Server(model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
         return started[-1]
 
     yield start

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,41 @@ def test_encode_and_back(tokenizer: Tokenizer, text: str) -> None:
 
 def test_encode_batch_is_encode(tokenizer: Tokenizer) -> None:
     assert tokenizer.encode_batch(list(ENCODED)) == list(ENCODED.values())
+
+
+def test_a_long_text_leaves_other_threads_their_turn(tokenizer: Tokenizer) -> None:
+    text = "The cat sat on the mat. " * 20_000
+    turns, over = 0, threading.Event()
+
+    def count() -> None:
+        nonlocal turns
+        while not over.wait(0.001):
+            turns += 1
+
+    counting = threading.Thread(target=count)
+    counting.start()
+    ids = tokenizer.encode(text)
+    meanwhile = turns
+    over.set()
+    counting.join()
+    assert ids == tokenizer.encode("The cat sat on the mat. ")[:-1] + tokenizer.encode(" The cat sat on the mat. ")[:-1] * 19_999 + ids[-1:]
+    assert meanwhile > 5  # at once it was one
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        tokenizer.encode(text + "\ud800")
+
+
+def test_a_text_that_is_much_too_long_is_not_tokenized(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest, encode = 0, Tokenizer.encode
+
+    def watched(self: Tokenizer, text: str, **how: Any) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    assert tokenizer.surely_exceeds("word " * 10_000, 100) and longest == 1600
+    assert tokenizer.surely_exceeds(" " * 100_000, 100) and longest < 30_000, "tokens of 64 spaces"
+    assert not tokenizer.surely_exceeds(" " * 6400, 100) and not tokenizer.surely_exceeds("word " * 320, 100)
 
 
 @pytest.mark.parametrize(
