@@ -218,7 +218,7 @@ def check_bad_fields(client: OpenAI) -> None:
 
 def check_other_errors(client: OpenAI) -> None:
     error = refused(lambda: client.chat.completions.create(messages=ASK, model="no-such"), openai.NotFoundError)
-    equal((error.code, error.param), ("model_not_found", "model"))
+    equal((error.code, error.type), ("model_not_found", "invalid_request_error"))
     error = refused(lambda: client.completions.create(model=MODEL, prompt=LONG, max_tokens=5), openai.BadRequestError)
     equal(error.code, "context_length_exceeded")
     assert "maximum context length is" in error.message and "10000" in error.message.replace(",", ""), error.message

@@ -122,10 +122,17 @@ def run_client(name: str, url: str, model: str, *checks: str, script: str | None
         pytest.fail(finished.stdout, pytrace=False)
 
 
-@pytest.mark.parametrize("name", INSTALL.CLIENTS)
+@pytest.mark.parametrize("name", [name for name in INSTALL.CLIENTS if name != "schemathesis_fuzz"])
 def test_client(name: str, server: Server) -> None:
     run_client(name, server.url, server.model)
     assert server.status("/health") == 200
+
+
+def test_bodies_made_from_the_schema(tmp_path: Path) -> None:
+    with serving(tmp_path / "log.txt", "--context-length", "128") as made:
+        made.wait_until_ready()
+        run_client("schemathesis_fuzz", made.url, made.model)
+        assert made.status("/health") == 200
 
 
 def test_a_client_waits_while_the_model_loads_and_while_the_queue_is_full(tmp_path: Path) -> None:
