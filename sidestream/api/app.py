@@ -14,6 +14,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -64,6 +65,9 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         error.detail = f"there is no route {request.url.path}; /openapi.json lists them"
+    if error.status_code == 405:  # two routes may share a path, and Starlette names the methods of the first
+        near = [route for route in request.app.routes if isinstance(route, Path) and route.matches(request.scope)[0] is Match.PARTIAL]
+        error.headers = {"Allow": ", ".join(sorted(method for route in near for method in route.methods or ()))}
     return error_response(error, request.state.id, request.state.errors)
 
 

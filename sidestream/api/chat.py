@@ -121,6 +121,9 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
     context = engine.context_length
     asked = asked_for(body, logprobs=body.logprobs, top_logprobs="top_logprobs", default_tokens=context, context=context)
     check_room("messages", len(body.messages), asked, context, least=True)  # one token each: before all of them are rendered
+    for text in _long_texts(body.messages):  # to tokenize all of one that is much too long would take seconds
+        if await asyncio.to_thread(engine.tokenizer.surely_exceeds, text, context):
+            check_room("messages", 2 * context, asked, context, least=True)
     ids = await encode_messages(
         engine,
         body.messages,
@@ -219,10 +222,18 @@ async def encode_messages(
         raise InvalidRequest(re.sub(r"\[(\d+)\]", r".\1", error.param), error.said, hint=error.hint) from None
 
 
+def _texts(message: ChatMessage) -> list[str]:
+    content = message.content
+    return [content] if isinstance(content, str) else [part.text for part in content or ()]
+
+
+def _long_texts(messages: Sequence[ChatMessage]) -> list[str]:
+    return [text for message in messages for text in _texts(message) if len(text) > LONG_TEXT]
+
+
 def _characters(messages: Sequence[ChatMessage]) -> int:
     """About how much there is to render and to tokenize; a message without text costs something too."""
-    texts = (message.content for message in messages)
-    return sum(50 + (len(text) if isinstance(text, str) else sum(len(part.text) for part in text or ())) for text in texts)
+    return sum(50 + sum(map(len, _texts(message))) for message in messages)
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -104,7 +104,7 @@ class _Completion:
         rest = await self._exchange.ending(index, output, streamed=streamed)
         choice = CompletionChoice(text=output.text, logprobs=await self._logprobs(index, place, output, first), **rest)
         if self._body.echo and first:
-            choice.text = self._echo(place).text + choice.text
+            choice.text = (await self._echo(place)).text + choice.text
         if self._body.return_token_ids and first:
             choice.prompt_token_ids = self._prompts[place].ids
         return choice
@@ -116,33 +116,33 @@ class _Completion:
         if self._exchange.asked.flat_logprobs:
             return flat_logprobs(logprobs)
         entries = Entries.of_output(logprobs, output.token_ids)
-        offsets = self._offsets_of(index, place).feed(output.token_ids)
+        offsets = await self._offsets_of(index, place, output.token_ids)
         if not (first and len(logprobs.input)):
             return await completion_logprobs(self._texts, entries, offsets)
-        prompt, prompt_offsets = self._of_prompt(place, logprobs)
+        prompt, prompt_offsets = await self._of_prompt(place, logprobs)
         if self._body.echo:
             return await completion_logprobs(self._texts, prompt.then(entries), prompt_offsets + offsets)
         made = await completion_logprobs(self._texts, entries, offsets)
         made.prompt = await completion_logprobs(self._texts, prompt, prompt_offsets)
         return made
 
-    def _of_prompt(self, place: int, logprobs: Logprobs) -> tuple[Entries, list[int]]:
+    async def _of_prompt(self, place: int, logprobs: Logprobs) -> tuple[Entries, list[int]]:
         prompt = Entries.of_prompt(logprobs, self._prompts[place].ids)
-        offsets = self._echo(place).offsets
+        offsets = (await self._echo(place)).offsets
         return prompt, offsets[len(offsets) - len(prompt.tokens) :]
 
-    def _offsets_of(self, index: int, place: int) -> TextOffsets:
+    async def _offsets_of(self, index: int, place: int, tokens: Sequence[int]) -> list[int]:
         if index not in self._offsets:
-            start = len(self._echo(place).text) if self._body.echo else 0
+            start = len((await self._echo(place)).text) if self._body.echo else 0
             skip = self._exchange.asked.sampling.skip_special_tokens
             self._offsets[index] = TextOffsets(self._exchange.tokenizer, self._prompts[place].ids, start=start, skip_special_tokens=skip)
-        return self._offsets[index]
+        return await self._offsets[index].feed(tokens)
 
-    def _echo(self, place: int) -> Echo:
+    async def _echo(self, place: int) -> Echo:
         if place not in self._echoes:
             given, ids = self._prompts[place]
             skip = self._exchange.asked.sampling.skip_special_tokens
-            self._echoes[place] = echoed(self._exchange.tokenizer, given, ids, skip_special_tokens=skip)
+            self._echoes[place] = await echoed(self._exchange.tokenizer, given, ids, skip_special_tokens=skip)
         return self._echoes[place]
 
 

@@ -64,8 +64,8 @@ def asked_for(body: DialectBody, synonyms: Mapping[str, str], *, context: int, l
     if "hidden_states_start" in outputs:  # there is no row so late: any such number gives none
         outputs["hidden_states_start"] = min(outputs["hidden_states_start"], context)
     return_logprob = OutputParams(**outputs).return_logprob
-    if body.logprobs_format is not None and not return_logprob:
-        raise InvalidRequest("logprobs_format", f"got {body.logprobs_format!r}, must be left out without logprobs")
+    if body.logprobs_format == "flat" and not return_logprob:
+        raise InvalidRequest("logprobs_format", "got 'flat', must be left out without logprobs")
     form = check_format(body.hidden_states_format, wanted=outputs.get("return_hidden_states"), streamed=bool(body.stream))
     return Asked(sampling, outputs, names, most is None, return_logprob, body.logprobs_format == "flat", form)
 

@@ -20,6 +20,7 @@ from sidestream.api.dialect import (
     parts_of,
 )
 from sidestream.api.errors import AnthropicErrorAnswer, error_event
+from sidestream.api.fields import STOPS
 from sidestream.api.logprobs import ChatLogprobs
 from sidestream.api.openai import check_not_aborted
 from sidestream.api.route import Call, Route
@@ -73,7 +74,7 @@ class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
     messages: Messages
     max_tokens: Annotated[int, Meta(ge=0, examples=[64], description="Most tokens to produce; the context length bounds it too.")]
     system: System | None = None
-    stop_sequences: Annotated[list[str], Meta(description="End when one of these texts appears; the text is cut before it.")] | None = None
+    stop_sequences: Annotated[STOPS, Meta(description="End when one of these texts appears; the text is cut before it.")] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None

@@ -44,6 +44,7 @@ SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
+EVENTS = "With stream: an event with JSON as its data; lines that begin with a colon keep the connection alive"
 SAFETENSORS = "With hidden_states_format safetensors: the rows, and the JSON answer in the metadata under `answer`"
 
 
@@ -150,11 +151,15 @@ def _content(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if route.body is not None and "hidden_states_format" in route.body.__struct_fields__:
         content["application/octet-stream"] = {"schema": {"description": SAFETENSORS}}
     if route.streams:
-        said = "With stream: server-sent events, each with JSON as its data; lines that begin with a colon keep the connection alive"
-        content["text/event-stream"] = {"schema": {"type": "string", "description": said}}
-        if route.events is not None:  # what OpenAPI 3.2 calls itemSchema
-            content["text/event-stream"]["x-item-schema"] = schemas[route.events]
+        content["text/event-stream"] = {"schema": _event(None if route.events is None else schemas[route.events])}
     return content
+
+
+def _event(data: Any) -> dict[str, Any]:
+    """Until OpenAPI 3.2 the schema of a stream is that of each of its events."""
+    told = {} if data is None else {"contentMediaType": "application/json", "contentSchema": data}
+    properties = {"data": {"type": "string", **told}, "event": {"type": "string"}}
+    return {"type": "object", "required": ["data"], "properties": properties, "description": EVENTS}
 
 
 def _failures(route: Route, path: str) -> Iterator[int]:

@@ -106,10 +106,9 @@ def chat_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return directory
 
 
-@pytest.fixture(scope="session")
-def server(chat_model: Path) -> Iterator[Server]:
-    """One for all tests that change nothing about it. Afterwards its memory is at rest and it ends by itself."""
-    made = Server(chat_model, "--dtype", "float32", "--kv-tokens", "8192", "--max-running-requests", "16")
+def _serving(model: Path) -> Iterator[Server]:
+    """A server until the tests are done with it. Afterwards its memory must be at rest, and it ends by itself."""
+    made = Server(model, "--dtype", "float32", "--kv-tokens", "8192", "--max-running-requests", "16")
     yield made
     try:
         stats = made.stats()
@@ -119,6 +118,18 @@ def server(chat_model: Path) -> Iterator[Server]:
     assert status == 0, log
     assert (stats["running"], stats["waiting"]) == (0, 0)
     assert stats["kv_tokens_free"] + stats["kv_tokens_cached"] == stats["kv_tokens_total"]
+
+
+@pytest.fixture(scope="session")
+def made_server() -> Callable[[Path], Iterator[Server]]:
+    """For fixtures that need a server on a model of their own: `yield from made_server(model)`."""
+    return _serving
+
+
+@pytest.fixture(scope="session")
+def server(chat_model: Path) -> Iterator[Server]:
+    """One for all tests that change nothing about it."""
+    yield from _serving(chat_model)
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +145,9 @@ def exact_server(chat_model: Path) -> Iterator[Server]:
     """One on the native kernels, where a request gets the same bytes whatever runs beside it and whatever is cached."""
     made = Server(chat_model, "--dtype", "bfloat16", "--kv-tokens", "8192", "--max-running-requests", "16")
     yield made
-    assert made.stop() == 0
+    status = made.stop()
+    made.close()
+    assert status == 0
 
 
 @pytest.fixture

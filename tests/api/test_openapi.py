@@ -72,10 +72,8 @@ def test_parameters_of_a_path_are_declared() -> None:
 def test_a_route_that_streams_says_so_and_what_its_events_are() -> None:
     content = OPERATIONS["post", "/v1/responses"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "application/octet-stream", "text/event-stream"}
-    events = content["text/event-stream"]["x-item-schema"]["discriminator"]["mapping"]
-    assert events["response.output_text.delta"] == "#/components/schemas/TextDelta" or events["response.output_text.delta"].endswith(
-        "TextDelta"
-    )
+    events = content["text/event-stream"]["schema"]["properties"]["data"]["contentSchema"]["discriminator"]["mapping"]
+    assert events["response.output_text.delta"] == "#/components/schemas/TextDelta" and len(events) == 11
     for route in ROUTES:
         operation = OPERATIONS[route.method.lower(), re.sub(r":\w+}", "}", route.path)]
         assert ("text/event-stream" in operation["responses"]["200"]["content"]) is route.streams, route.path
@@ -115,3 +113,11 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert not re.findall(r"https?://|//cdn|@import|\bimport\s*\(|\bimport\b.*\bfrom\b", html)
     assert set(re.findall(r"""\b(?:src|href)\s*=\s*["']([^"']*)""", html)) <= {"data:,", "openapi.json"}
     assert not re.findall(r"\bon\w+\s*=\s*[\"']|\bstyle\s*=\s*[\"']", html), "the policy allows no scripts or styles in attributes"
+
+
+def test_a_method_that_a_path_does_not_have_is_told_all_that_it_has(server: Any) -> None:
+    for path, methods in DOCUMENT["paths"].items():
+        if "{" not in path:
+            answer = server.http.delete(path)
+            allowed = {each.strip().lower() for each in answer.headers["allow"].split(",")} - {"head"}
+            assert (answer.status_code, allowed) == (405, set(methods)), path
