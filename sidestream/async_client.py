@@ -18,7 +18,7 @@ from sidestream.config import EngineConfig
 from sidestream.engine_process import Start
 from sidestream.errors import EngineDead
 from sidestream.frontend import Facts, Frontend, FrontendState, template_of
-from sidestream.messages import EngineFailed, Stop
+from sidestream.messages import Ended, EngineFailed, Stop
 from sidestream.observe.logs import LogFormat
 from sidestream.observe.progress import open_progress
 from sidestream.output import Output
@@ -28,6 +28,8 @@ from sidestream.router import Router
 from sidestream.text.tokenizer import LONG_TEXT as LONG_TEXT
 
 CLOSE_SECONDS = 10.0  # for the engine's process to end by itself
+FAILED_SECONDS = 1.0  # the same, after it has said that it failed
+KILLED_SECONDS, ENDED_SECONDS = 0.1, 2.0  # for what it said to arrive: a process that ends by itself says something last
 
 
 class AsyncEngine:
@@ -76,9 +78,11 @@ class AsyncEngine:
         ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait((message, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not message.done() and not await self._channel.pending(100):
+            if not message.done():
+                await asyncio.wait((message,), timeout=ENDED_SECONDS)
+            if not message.done():
                 raise EngineDead(how_it_ended(ended.result()))
-            first = await message
+            first = message.result()
         finally:
             message.cancel()
             ended.cancel()
@@ -93,14 +97,20 @@ class AsyncEngine:
         try:
             while True:
                 message = asyncio.ensure_future(self._channel.receive())
-                while not message.done() and not ended.done():
-                    await asyncio.wait((message, ended), return_when=asyncio.FIRST_COMPLETED)
-                if not message.done() and not await self._channel.pending(100):
+                await asyncio.wait((message, ended), return_when=asyncio.FIRST_COMPLETED)
+                if not message.done():  # it has ended; something may still be on its way
+                    await asyncio.wait((message,), timeout=KILLED_SECONDS if ended.result() < 0 else ENDED_SECONDS)
+                if not message.done():
                     message.cancel()
                     break
-                said = await message
+                said = message.result()
                 self.heard = time.monotonic()
+                if isinstance(said, Ended):
+                    await asyncio.wait((ended,))
+                    break
                 self._router.take(said)
+                if self._router.failure is not None:  # the engine says no more; whether its process ends is another matter
+                    return
             self._router.fail(EngineDead("the engine is closed" if self._closed else how_it_ended(ended.result())))
         except asyncio.CancelledError:
             self._router.fail(EngineDead("the engine is closed"))
@@ -122,11 +132,15 @@ class AsyncEngine:
             self._closed = True
             return
         self._closed = True
+        seconds = 0.0
         if self._router is not None and self._router.failure is None:
             self._channel.send(Stop())
+            seconds = CLOSE_SECONDS
+        elif self._router is not None:
+            seconds = FAILED_SECONDS
         if self._process is not None and self._process.returncode is None:
             try:
-                await asyncio.wait_for(self._process.wait(), CLOSE_SECONDS if self._router is not None else 0)
+                await asyncio.wait_for(self._process.wait(), seconds)
             except asyncio.TimeoutError:
                 self._process.kill()
                 await self._process.wait()

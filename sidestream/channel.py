@@ -16,31 +16,29 @@ LINGER_MS = 5000  # what was said last still gets out
 
 
 class EngineEnd:
-    """The engine's: one thread receives, one sends."""
+    """The engine's: one thread receives, for as long as the process lives, and one sends."""
 
     def __init__(self, directory: str) -> None:
-        self._context = zmq.Context()
-        self._inbound = _unbounded(self._context.socket(zmq.PULL))
-        self._outbound = _unbounded(self._context.socket(zmq.PUSH))
         inbound, outbound = _addresses(directory)
+        # A context of its own for each thread: one is closed while the other thread still waits in a socket, which only it may touch.
+        self._receiving, self._sending = zmq.Context(), zmq.Context()
+        self._inbound = _unbounded(self._receiving.socket(zmq.PULL))
+        self._outbound = _unbounded(self._sending.socket(zmq.PUSH))
         self._inbound.connect(inbound)
         self._outbound.connect(outbound)
 
     def send(self, message: Outbound | Any) -> None:
         self._outbound.send_multipart(wire.encode(message), copy=False)
 
-    def receive(self) -> Inbound | None:
-        """What is asked next; None when this end was closed."""
-        try:
-            frames = self._inbound.recv_multipart(copy=False)
-        except zmq.ContextTerminated:
-            return None
+    def receive(self) -> Inbound:
+        """What is asked next."""
+        frames = self._inbound.recv_multipart(copy=False)
         return cast(Inbound, wire.decode([frame.buffer for frame in frames], copy=True))
 
-    def close(self) -> None:
-        """What was sent last is still delivered."""
+    def end(self) -> None:
+        """Nothing more is said; what was said last is still delivered."""
         self._outbound.close(LINGER_MS)
-        self._context.destroy(LINGER_MS)
+        self._sending.term()
 
 
 class AskingEnd:
@@ -62,10 +60,6 @@ class AskingEnd:
     async def receive(self) -> Outbound | Any:
         frames = await self._inbound.recv_multipart(copy=False)
         return wire.decode([frame.buffer for frame in frames])
-
-    async def pending(self, milliseconds: int) -> bool:
-        """Whether a message comes within that time."""
-        return bool(await self._inbound.poll(milliseconds))
 
     def close(self) -> None:
         self._outbound.close(0)

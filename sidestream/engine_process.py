@@ -17,7 +17,7 @@ import msgspec
 
 from sidestream.channel import EngineEnd
 from sidestream.config import EngineConfig
-from sidestream.messages import EngineFailed
+from sidestream.messages import Ended, EngineFailed
 from sidestream.observe.logs import LogFormat, log_to_stderr
 
 log = logging.getLogger("sidestream")
@@ -51,20 +51,22 @@ def _serve(start: Start) -> int:
     except BaseException as error:
         log.debug("the engine cannot start", exc_info=True)
         channel.send(EngineFailed(error))
-        channel.close()
+        channel.end()
         return EXIT_FAILURE
     loop = assembled.loop
     threading.Thread(target=_receive, args=(channel, loop.inbox), name="sidestream-receive", daemon=True).start()
     channel.send(assembled.frontend.state())
     failed = loop.run()
-    channel.close()
+    if not failed:
+        channel.send(Ended())
+    channel.end()
     return EXIT_FAILURE if failed else 0
 
 
 def _receive(channel: EngineEnd, inbox: Any) -> None:
     try:
-        while (message := channel.receive()) is not None:
-            inbox.put(message)
+        while True:
+            inbox.put(channel.receive())
     except BaseException:
         log.exception("the engine cannot read what it is asked")
         os._exit(EXIT_FAILURE)
@@ -77,4 +79,4 @@ def _end_with_the_asking_process() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # at once: there is nothing left to do, and the interpreter would take a second to take itself apart

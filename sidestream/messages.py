@@ -120,4 +120,8 @@ class EngineFailed(NamedTuple):
     error: BaseException
 
 
-Outbound = StepOutputs | Answer | Report | EngineFailed
+class Ended(NamedTuple):
+    """The loop ended as it was told to: this is the last message."""
+
+
+Outbound = StepOutputs | Answer | Report | EngineFailed | Ended

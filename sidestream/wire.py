@@ -15,10 +15,10 @@ import numpy as np
 from sidestream import errors
 from sidestream.errors import EngineFault, InvalidRequest, SidestreamError
 from sidestream.frontend import FrontendState
-from sidestream.messages import Abort, Answer, Ask, EngineFailed, Report, StepOutputs, Stop, Submit
+from sidestream.messages import Abort, Answer, Ask, Ended, EngineFailed, Report, StepOutputs, Stop, Submit
 
 KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Submit, Abort, Ask, Stop, FrontendState, StepOutputs, Answer, Report, EngineFailed)
+    kind.__name__: kind for kind in (Submit, Abort, Ask, Stop, FrontendState, StepOutputs, Answer, Report, EngineFailed, Ended)
 }
 ARRAY, ERROR = 1, 2  # msgpack's extension codes
 INLINE_BYTES = 512  # of an array that travels in the body

@@ -150,7 +150,7 @@ def _asked(body: CompletionRequest, engine: AsyncEngine) -> Asked:
     logprobs = None if body.logprobs is None else True
     asked = asked_for(body, logprobs=logprobs, top_logprobs="logprobs", default_tokens=DEFAULT_TOKENS, context=engine.context_length)
     if body.best_of not in (None, asked.sampling.n):
-        raise InvalidRequest("best_of", f"got {body.best_of}, must be n, {asked.sampling.n}: every choice is returned")
+        raise InvalidRequest("best_of", f"got {body.best_of}, must be {asked.sampling.n}, the same as n: every choice is returned")
     if body.echo and asked.return_logprob:
         start = asked.outputs.get("logprob_start_len", 0)
         if start != 0:

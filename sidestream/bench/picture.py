@@ -170,4 +170,5 @@ def _latencies(axes: Axes, title: str, what: str, seconds: Sequence[float], of: 
         share = axes.transAxes.inverted().transform(axes.transData.transform((at, 0)))[0]
         side, offset = ("right", -3) if share > 0.85 else ("left", 3)  # of the line: the words stay inside
         words = f"{name}  {short(value * 1e3)}"
-        axes.annotate(words, (at, top * height), (offset, -2), textcoords="offset points", va="top", ha=side, fontsize=8)
+        shown = axes.annotate(words, (at, top * height), (offset, -2), textcoords="offset points", va="top", ha=side, fontsize=8)
+        shown.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8})  # over the lines of others

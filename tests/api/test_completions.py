@@ -200,7 +200,7 @@ def test_null_is_the_same_as_nothing_for_every_field(server: Any) -> None:
         ("prompt", [5, 320], "320"),
         ("prompt.1", [[5], [-1]], "-1"),
         ("prompt", {"text": "a"}, "must be"),
-        ("best_of", 3, "must be n, 1"),
+        ("best_of", 3, "must be 1, the same as n"),
         ("best_of", 0, ">= 1"),
         ("suffix", "the end", "before a given end"),
         ("logprobs", 21, "<= 20"),

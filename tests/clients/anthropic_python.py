@@ -14,13 +14,18 @@ BODY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 GREEDY = {"model": MODEL, "max_tokens": 24, "extra_body": {"temperature": 0}}  # no parameter of this client
 
 
+def prompt_tokens(usage: anthropic.types.Usage) -> int:
+    """Those of the prefix cache are counted apart here."""
+    return usage.input_tokens + (usage.cache_read_input_tokens or 0) + (usage.cache_creation_input_tokens or 0)
+
+
 def check_messages(client: Anthropic) -> None:
     answer = client.messages.create(messages=ASK, system="Be brief.", **GREEDY)
     equal((answer.type, answer.role, answer.model), ("message", "assistant", MODEL))
     [block] = answer.content
     assert block.type == "text" and block.text
     assert answer.id and answer.stop_reason in ("end_turn", "max_tokens") and answer.stop_sequence is None
-    assert answer.usage.input_tokens > 10 and 0 < answer.usage.output_tokens <= 24
+    assert prompt_tokens(answer.usage) > 10 and 0 < answer.usage.output_tokens <= 24
     blocks = [{"role": "user", "content": [{"type": "text", "text": PROMPT}]}]
     other = client.messages.create(messages=blocks, system=[{"type": "text", "text": "Be brief."}], **GREEDY)
     equal((other.content[0].text, other.usage.output_tokens), (block.text, answer.usage.output_tokens))
@@ -44,7 +49,7 @@ def check_events_and_their_order(client: Anthropic) -> None:
     equal(kinds, [*start, *["content_block_delta"] * deltas, *end])
     text = "".join(event.delta.text for event in events if event.type == "content_block_delta")
     equal(text, whole.content[0].text)
-    equal(events[0].message.usage.input_tokens, whole.usage.input_tokens)
+    equal(prompt_tokens(events[0].message.usage), prompt_tokens(whole.usage))
     equal((events[0].message.content, events[0].message.stop_reason), ([], None))
     [ended] = [event for event in events if event.type == "message_delta"]
     equal((ended.delta.stop_reason, ended.usage.output_tokens), (whole.stop_reason, whole.usage.output_tokens))
@@ -76,7 +81,7 @@ def check_unicode(client: Anthropic) -> None:
 
 def check_count_tokens(client: Anthropic) -> None:
     counted = client.messages.count_tokens(model=MODEL, messages=ASK, system="Be brief.").input_tokens
-    equal(counted, client.messages.create(messages=ASK, system="Be brief.", **GREEDY).usage.input_tokens)
+    equal(counted, prompt_tokens(client.messages.create(messages=ASK, system="Be brief.", **GREEDY).usage))
 
 
 def check_turns(client: Anthropic) -> None:
