@@ -66,7 +66,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, examples=[[{"role": "user", "content": "Name three fruits."}]])]
     logprobs: Annotated[bool, msgspec.Meta(description="Return the logprob of each token.")] | None = None
     top_logprobs: Annotated[int, TOP_LOGPROBS] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(description="Variables for the chat template.")] | None = None

@@ -64,7 +64,11 @@ class Thinking(Struct):
 
 Messages = Annotated[
     list[MessageParam],
-    Meta(min_length=1, description="The conversation. Where an assistant has the last word, the answer goes on with it."),
+    Meta(
+        min_length=1,
+        description="The conversation. Where an assistant has the last word, the answer goes on with it.",
+        examples=[[{"role": "user", "content": "Name three fruits."}]],
+    ),
 ]
 System = Annotated[Content, Meta(description="A system message that goes before the conversation.")]
 Tools = Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)]

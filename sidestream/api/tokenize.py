@@ -23,9 +23,13 @@ Ids = Annotated[list[int | list[int]], Meta(description="Token ids, or a list of
 
 class Tokenize(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="Name of the model; may be left out.")] | None = None
-    prompt: Annotated[str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)], Meta(description="A text, or a list of them.")] | None = (
-        None
-    )
+    prompt: (
+        Annotated[
+            str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)],
+            Meta(description="A text, or a list of them.", examples=["Hello, world"]),
+        ]
+        | None
+    ) = None
     messages: Annotated[list[ChatMessage], Meta(description="A conversation, written by the chat template.")] | None = None
     add_special_tokens: Annotated[bool, Meta(description="Begin a prompt with BOS if the model's prompts do; the default.")] | None = None
     return_token_strs: Annotated[bool, Meta(description="Return token_strs: the tokens as the vocabulary writes them.")] | None = None

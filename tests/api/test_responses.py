@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import signal
 from typing import Any
 
 import numpy as np
@@ -301,3 +303,28 @@ def test_an_aborted_stream_ends_with_what_there_was(server: Any) -> None:
     assert (seen[-1]["type"], last["status"], last["output"][0]["status"]) == ("response.incomplete", "cancelled", "incomplete")
     assert last["output"][0]["content"][0]["text"] == "".join(each["delta"] for each in seen if each["type"].endswith("text.delta"))
     assert 0 < last["usage"]["output_tokens"] < 450
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/responses", {"input": USER["content"]}, "response.failed"),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 500}, "error"),
+    ],
+)
+def test_an_engine_that_dies_ends_the_stream_with_an_event_that_says_so(serve: Any, path: str, body: dict[str, Any], last: str) -> None:
+    server = serve()
+    seen: list[dict[str, Any]] = []
+    with server.http.stream("POST", path, json={**body, **GREEDY, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: "):
+                seen.append(json.loads(line.removeprefix("data: ")))
+                if len(seen) == 6:
+                    os.kill(server.engine_pid, signal.SIGKILL)
+    assert seen[-1]["type"] == last
+    if last == "error":
+        assert seen[-1]["error"]["type"] == "api_error" and "signal 9" in seen[-1]["error"]["message"]
+    else:
+        failed = seen[-1]["response"]
+        assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error") and "signal 9" in failed["error"]["message"]
+        assert failed["output"][0]["content"][0]["text"] == "".join(each["delta"] for each in seen if each["type"].endswith("text.delta"))
