@@ -25,9 +25,9 @@ def check_every_route() -> None:
     left_out = [word for path in LEFT_OUT for word in ("--exclude-path", path)]
     words = [ST, "run", f"{URL}/openapi.json", "--header", f"Authorization: Bearer {KEY}", *left_out]
     words += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES), "--generation-deterministic"]
-    words += ["--exclude-checks", UNCHECKED, "--max-time", str(SECONDS), "--request-timeout", "30", "--continue-on-failure", "--no-color"]
+    words += ["--exclude-checks", UNCHECKED, "--max-time", str(SECONDS), "--request-timeout", "60", "--continue-on-failure", "--no-color"]
     with tempfile.TemporaryDirectory() as nowhere:  # it keeps what it learns where it stands
-        finished = subprocess.run(words, text=True, timeout=SECONDS + 60, cwd=nowhere)
+        finished = subprocess.run(words, text=True, timeout=SECONDS + 90, cwd=nowhere)
     assert finished.returncode == 0, f"st ended with {finished.returncode}"
 
 

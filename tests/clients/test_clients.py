@@ -117,7 +117,6 @@ def run_client(name: str, url: str, model: str, *checks: str, script: str | None
     finished = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=CLIENT_SECONDS, env=plain | {"NO_PROXY": "127.0.0.1"}
     )
-    print(finished.stdout)
     if finished.returncode != 0:
         pytest.fail(finished.stdout, pytrace=False)
 
@@ -129,7 +128,7 @@ def test_client(name: str, server: Server) -> None:
 
 
 def test_bodies_made_from_the_schema(tmp_path: Path) -> None:
-    with serving(tmp_path / "log.txt", "--context-length", "128") as made:
+    with serving(tmp_path / "log.txt", "--context-length", "64") as made:
         made.wait_until_ready()
         run_client("schemathesis_fuzz", made.url, made.model)
         assert made.status("/health") == 200
