@@ -94,7 +94,9 @@ def test_the_first_signal_lets_requests_end(serve: Callable[..., Any]) -> None:
     server = serve()
     stream = Asking(server, {**LONG, "stream": True}).until_begun()
     whole = Asking(server, LONG)
-    time.sleep(0.1)
+    until = time.monotonic() + 20
+    while server.stats()["requests"] < 2 and time.monotonic() < until:
+        time.sleep(0.01)
     server.process.send_signal(signal.SIGTERM)
     until = time.monotonic() + 5
     while server.http.get("/health").status_code != 503 and time.monotonic() < until:
