@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
@@ -10,7 +11,7 @@ import numpy as np
 
 from sidestream.errors import EngineDead
 from sidestream.messages import Finish, HiddenRows, LogprobRows, Rows, StepOutputs
-from sidestream.output import HiddenStates, Logprobs, Output
+from sidestream.output import HiddenStates, Logprobs, Output, Timing
 from sidestream.params import OutputPlan, SamplingParams
 from sidestream.text.detokenizer import OutputText
 
@@ -47,6 +48,8 @@ class Prompt:
     events: Mailbox  # of the call; None in it: its stream was closed
     choices: list[Choice] = field(default_factory=list)
     cached_tokens: int = 0
+    asked_at: float = field(default_factory=time.monotonic)
+    admitted_at: float | None = None
 
 
 Event: TypeAlias = "tuple[Choice, Delta] | BaseException"  # what a call waits for
@@ -63,9 +66,12 @@ class Choice:
         self.rows: list[Rows] = []
         self.finish: Finish | None = None
         self.started = False  # a part of it was sent
+        self._first_token_at: float | None = None
 
     def take(self, delta: Delta) -> None:
         if delta.token is not None:
+            if self._first_token_at is None:
+                self._first_token_at = time.monotonic()
             self.token_ids.append(delta.token)
         if delta.rows is not None:
             self.rows.append(delta.rows)
@@ -110,7 +116,14 @@ class Choice:
             logprobs=_logprobs(prompt.plan, rows, first) if prompt.plan.return_logprob else None,
             hidden_states=_hidden_states(prompt, rows) if prompt.plan.return_hidden_states else None,
             copied_bytes=finish.copied_bytes if finish else None,
+            timing=self._timing() if finish else None,
         )
+
+    def _timing(self) -> Timing:
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.prompt.asked_at
+
+        return Timing(since(self.prompt.admitted_at), since(self._first_token_at), time.monotonic() - self.prompt.asked_at)
 
 
 class StreamedChoice(Choice):

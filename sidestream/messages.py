@@ -83,13 +83,20 @@ class Finish(NamedTuple):
     error: Exception | None = None  # this request failed, and nobody else did
 
 
+class Admission(NamedTuple):
+    """A request got its place in a batch."""
+
+    cached_tokens: int
+    at: float  # time.monotonic(), which the processes of a machine share
+
+
 class StepOutputs(NamedTuple):
     """One message per step for all requests. keys[i] got tokens[i]; the rest is sparse, by key."""
 
     keys: list[int]
     tokens: list[int]
     rows: dict[int, Rows]
-    cached_tokens: dict[int, int]  # of requests that were admitted
+    admitted: dict[int, Admission]  # those whose first step this was
     finished: dict[int, Finish]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,6 +78,14 @@ class HiddenStates:
         return f"HiddenStates({self.dtype} {list(self.shape)}, layers={self.layers})"
 
 
+class Timing(NamedTuple):
+    """Seconds from asking, as the asking side saw them."""
+
+    queued: float | None  # until it was admitted; None if it never was
+    first_token: float | None  # until its first token; None if it had none
+    total: float
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """One finished answer, or in a stream the new part of one (`finish_reason` is None until the last part)."""
@@ -94,6 +102,7 @@ class Output:
     logprobs: Logprobs | None = None
     hidden_states: HiddenStates | None = None
     copied_bytes: Mapping[str, int] | None = None  # device to host for this output, by kind; in a stream with the last part
+    timing: Timing | None = None  # in a stream with the last part
 
     def __repr__(self) -> str:
         """For the eye: a long text is cut, lists and tensors are there by their size."""

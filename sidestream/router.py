@@ -113,10 +113,11 @@ class Router:
             self.fail(message.error)
 
     def _route(self, step: StepOutputs) -> None:
-        for key, cached in step.cached_tokens.items():
+        for key, admission in step.admitted.items():
             choice = self.choices.get(key)
             if choice is not None and choice.index == 0:
-                choice.prompt.cached_tokens = cached
+                choice.prompt.cached_tokens = admission.cached_tokens
+                choice.prompt.admitted_at = admission.at
         for key, delta in deltas(step).items():
             choice = self.choices.get(key)
             if choice is None:  # given up

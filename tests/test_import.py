@@ -17,6 +17,7 @@ STARTS = {
     "help": "import sidestream.cli; sidestream.cli.main(['--help'])",
     "run --help": "import sidestream.cli; sidestream.cli.main(['run', '--help'])",
     "bench --help": "import sidestream.cli; sidestream.cli.main(['bench', '--help'])",
+    "bench serve --help": "import sidestream.cli; sidestream.cli.main(['bench', 'serve', '--help'])",
     "pull --help": "import sidestream.cli; sidestream.cli.main(['pull', '--help'])",
     "serve --help": "import sidestream.cli; sidestream.cli.main(['serve', '--help'])",
     "doctor --help": "import sidestream.cli; sidestream.cli.main(['doctor', '--help'])",

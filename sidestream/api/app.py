@@ -14,10 +14,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sidestream.api.errors import described, error_response
+from sidestream.api.errors import ErrorShape, described, error_response
 from sidestream.api.route import ClientLeft, Route
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
@@ -51,10 +52,10 @@ def _endpoint(service: Service, route: Route) -> Callable[[Request], Awaitable[R
         except SidestreamError as error:
             if described(error)[0] >= 500 and not isinstance(error, Unavailable):  # its reason was logged once
                 log.warning("%s %s: %s", id, request.url.path, error)
-            return error_response(error, id)
+            return error_response(error, id, route.errors)
         except Exception as error:
             log.exception("%s %s", id, request.url.path)
-            return error_response(error, id)
+            return error_response(error, id, route.errors)
 
     return endpoint
 
@@ -64,7 +65,10 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         error.detail = f"there is no route {request.url.path}; /openapi.json lists them"
-    return error_response(error)
+    if error.status_code == 405:  # two routes may share a path, and Starlette names the methods of the first
+        near = [route for route in request.app.routes if isinstance(route, Path) and route.matches(request.scope)[0] is Match.PARTIAL]
+        error.headers = {"Allow": ", ".join(sorted(method for route in near for method in route.methods or ()))}
+    return error_response(error, request.state.id, request.state.errors)
 
 
 class Surrounding:
@@ -74,6 +78,7 @@ class Surrounding:
         self.app = app
         self.service = service
         self.open = frozenset(path for route in ROUTES if route.open for path in (route.path, *route.aliases))
+        self.anthropic = frozenset(path for route in ROUTES if route.errors == "anthropic" for path in (route.path, *route.aliases))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -82,11 +87,15 @@ class Surrounding:
         scope["path"] = re.sub("/{2,}", "/", scope["path"])  # some clients put a slash too many behind the base address
         request = Request(scope)
         id = _request_id(request)
-        scope.setdefault("state", {})["id"] = id
+        errors: ErrorShape = "anthropic" if scope["path"] in self.anthropic else "openai"
+        scope.setdefault("state", {}).update(id=id, errors=errors)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = id
+                if errors == "anthropic":
+                    headers["request-id"] = id
                 self.service.metrics.http_response(_route_of(scope), message["status"])
             await send(message)
 
@@ -94,7 +103,7 @@ class Surrounding:
             if scope["path"] not in self.open:
                 self.service.keys.check(request, admin=False)
         except SidestreamError as error:
-            await error_response(error)(scope, receive, counted)
+            await error_response(error, id, errors)(scope, receive, counted)
             return
         try:
             await self.app(scope, receive, counted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -66,7 +66,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
-    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, examples=[[{"role": "user", "content": "Name three fruits."}]])]
     logprobs: Annotated[bool, msgspec.Meta(description="Return the logprob of each token.")] | None = None
     top_logprobs: Annotated[int, TOP_LOGPROBS] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], msgspec.Meta(description="Variables for the chat template.")] | None = None
@@ -121,7 +121,16 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
     context = engine.context_length
     asked = asked_for(body, logprobs=body.logprobs, top_logprobs="top_logprobs", default_tokens=context, context=context)
     check_room("messages", len(body.messages), asked, context, least=True)  # one token each: before all of them are rendered
-    ids = await _encoded(engine, body)
+    for text in _long_texts(body.messages):  # to tokenize all of one that is much too long would take seconds
+        if await asyncio.to_thread(engine.tokenizer.surely_exceeds, text, context):
+            check_room("messages", 2 * context, asked, context, least=True)
+    ids = await encode_messages(
+        engine,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
     check_room("messages", len(ids), asked, context)
     chat = _Chat(Exchange(call, [ids], asked, kind="chatcmpl", operation="chat"), ids, body)
     return chat.stream() if body.stream else await chat.answer()
@@ -180,36 +189,51 @@ class _Chat:
 def _check(body: ChatRequest) -> None:
     if body.store:
         raise InvalidRequest("store", "got true, must be false: answers are not stored")
-    for key in body.chat_template_kwargs or ():
+
+
+async def encode_messages(
+    engine: AsyncEngine,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> list[int]:
+    """Token ids of a conversation; of a long one beside the event loop. Raises InvalidRequest."""
+    for key in chat_template_kwargs or ():
         if key in TEMPLATE_NAMES:
             raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
-
-
-async def _encoded(engine: AsyncEngine, body: ChatRequest) -> list[int]:
-    """Token ids of the conversation; of a long one beside the event loop."""
-    messages = [_plain(message, f"messages.{place}") for place, message in enumerate(body.messages)]
-    continued = bool(body.continue_final_message)
+    plain = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
+    continued = bool(continue_final_message)
     variables = {
-        **(body.chat_template_kwargs or {}),
-        "add_generation_prompt": not continued if body.add_generation_prompt is None else body.add_generation_prompt,
+        **(chat_template_kwargs or {}),
+        "add_generation_prompt": not continued if add_generation_prompt is None else add_generation_prompt,
         "continue_final_message": continued,
     }
 
     def encode() -> list[int]:
-        return engine.encode_chat(messages, **variables)
+        return engine.encode_chat(plain, **variables)
 
     try:
-        return await asyncio.to_thread(encode) if _characters(body) > LONG_TEXT else encode()
+        return await asyncio.to_thread(encode) if _characters(messages) > LONG_TEXT else encode()
     except RecursionError:
         raise InvalidRequest("body", "must be a JSON object: it is nested too deeply") from None
     except InvalidRequest as error:
         raise InvalidRequest(re.sub(r"\[(\d+)\]", r".\1", error.param), error.said, hint=error.hint) from None
 
 
-def _characters(body: ChatRequest) -> int:
+def _texts(message: ChatMessage) -> list[str]:
+    content = message.content
+    return [content] if isinstance(content, str) else [part.text for part in content or ()]
+
+
+def _long_texts(messages: Sequence[ChatMessage]) -> list[str]:
+    return [text for message in messages for text in _texts(message) if len(text) > LONG_TEXT]
+
+
+def _characters(messages: Sequence[ChatMessage]) -> int:
     """About how much there is to render and to tokenize; a message without text costs something too."""
-    texts = (message.content for message in body.messages)
-    return sum(50 + (len(text) if isinstance(text, str) else sum(len(part.text) for part in text or ())) for text in texts)
+    return sum(50 + sum(map(len, _texts(message))) for message in messages)
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -12,11 +11,11 @@ from starlette.responses import Response
 
 from sidestream.api.logprobs import CompletionLogprobs, Echo, Entries, TextOffsets, TokenTexts, completion_logprobs, echoed
 from sidestream.api.openai import TOP_LOGPROBS, Asked, Choice, Exchange, OpenAIRequest, asked_for, check_room
+from sidestream.api.prompts import MAX_PROMPTS, read_prompts
 from sidestream.api.route import Call, Route
 from sidestream.api.shapes import Usage, flat_logprobs, usage_of
-from sidestream.async_client import LONG_TEXT, AsyncEngine
+from sidestream.async_client import AsyncEngine
 from sidestream.errors import InvalidRequest
-from sidestream.options import shown
 from sidestream.output import Logprobs, Output
 
 DEFAULT_TOKENS = 16  # OpenAI's
@@ -105,7 +104,7 @@ class _Completion:
         rest = await self._exchange.ending(index, output, streamed=streamed)
         choice = CompletionChoice(text=output.text, logprobs=await self._logprobs(index, place, output, first), **rest)
         if self._body.echo and first:
-            choice.text = self._echo(place).text + choice.text
+            choice.text = (await self._echo(place)).text + choice.text
         if self._body.return_token_ids and first:
             choice.prompt_token_ids = self._prompts[place].ids
         return choice
@@ -117,33 +116,33 @@ class _Completion:
         if self._exchange.asked.flat_logprobs:
             return flat_logprobs(logprobs)
         entries = Entries.of_output(logprobs, output.token_ids)
-        offsets = self._offsets_of(index, place).feed(output.token_ids)
+        offsets = await self._offsets_of(index, place, output.token_ids)
         if not (first and len(logprobs.input)):
             return await completion_logprobs(self._texts, entries, offsets)
-        prompt, prompt_offsets = self._of_prompt(place, logprobs)
+        prompt, prompt_offsets = await self._of_prompt(place, logprobs)
         if self._body.echo:
             return await completion_logprobs(self._texts, prompt.then(entries), prompt_offsets + offsets)
         made = await completion_logprobs(self._texts, entries, offsets)
         made.prompt = await completion_logprobs(self._texts, prompt, prompt_offsets)
         return made
 
-    def _of_prompt(self, place: int, logprobs: Logprobs) -> tuple[Entries, list[int]]:
+    async def _of_prompt(self, place: int, logprobs: Logprobs) -> tuple[Entries, list[int]]:
         prompt = Entries.of_prompt(logprobs, self._prompts[place].ids)
-        offsets = self._echo(place).offsets
+        offsets = (await self._echo(place)).offsets
         return prompt, offsets[len(offsets) - len(prompt.tokens) :]
 
-    def _offsets_of(self, index: int, place: int) -> TextOffsets:
+    async def _offsets_of(self, index: int, place: int, tokens: Sequence[int]) -> list[int]:
         if index not in self._offsets:
-            start = len(self._echo(place).text) if self._body.echo else 0
+            start = len((await self._echo(place)).text) if self._body.echo else 0
             skip = self._exchange.asked.sampling.skip_special_tokens
             self._offsets[index] = TextOffsets(self._exchange.tokenizer, self._prompts[place].ids, start=start, skip_special_tokens=skip)
-        return self._offsets[index]
+        return await self._offsets[index].feed(tokens)
 
-    def _echo(self, place: int) -> Echo:
+    async def _echo(self, place: int) -> Echo:
         if place not in self._echoes:
             given, ids = self._prompts[place]
             skip = self._exchange.asked.sampling.skip_special_tokens
-            self._echoes[place] = echoed(self._exchange.tokenizer, given, ids, skip_special_tokens=skip)
+            self._echoes[place] = await echoed(self._exchange.tokenizer, given, ids, skip_special_tokens=skip)
         return self._echoes[place]
 
 
@@ -151,7 +150,7 @@ def _asked(body: CompletionRequest, engine: AsyncEngine) -> Asked:
     logprobs = None if body.logprobs is None else True
     asked = asked_for(body, logprobs=logprobs, top_logprobs="logprobs", default_tokens=DEFAULT_TOKENS, context=engine.context_length)
     if body.best_of not in (None, asked.sampling.n):
-        raise InvalidRequest("best_of", f"got {body.best_of}, must be n, {asked.sampling.n}: every choice is returned")
+        raise InvalidRequest("best_of", f"got {body.best_of}, must be {asked.sampling.n}, the same as n: every choice is returned")
     if body.echo and asked.return_logprob:
         start = asked.outputs.get("logprob_start_len", 0)
         if start != 0:
@@ -161,40 +160,19 @@ def _asked(body: CompletionRequest, engine: AsyncEngine) -> Asked:
 
 
 async def _encoded(engine: AsyncEngine, body: CompletionRequest, asked: Asked) -> list[Prompt]:
-    """The prompts and their token ids; others get their turn between them. Raises InvalidRequest, naming the prompt."""
-    given = body.prompt
-    if isinstance(given, str):
-        return [await _prompt(engine, given, "prompt", asked)]
-    if given and isinstance(given[0], int):
-        if (other := next((item for item in given if not isinstance(item, int)), None)) is not None:
-            raise InvalidRequest("prompt", f"got {shown(other)} beside {given[0]}, must be token ids only, or prompts only")
-        return [await _prompt(engine, given, "prompt", asked)]
-    most = engine.facts.max_running + engine.config.max_queued_requests
-    if not given or (body.stream and len(given) > most):
-        limit = f" and at most {most} with stream (what the server runs and queues)" if given else ""
-        raise InvalidRequest("prompt", f"got {len(given)} prompts, must be at least 1{limit}")
-    prompts, length = [], 0
-    for place, one in enumerate(given):
-        if isinstance(one, int):
-            raise InvalidRequest("prompt", f"got {one} beside {shown(given[0])}, must be token ids only, or prompts only")
-        prompts.append(await _prompt(engine, one, f"prompt.{place}", asked))
-        length += len(one)
-        if length > LONG_TEXT:
-            length = 0
-            await asyncio.sleep(0)
-    return prompts
-
-
-async def _prompt(engine: AsyncEngine, given: str | Sequence[Any], param: str, asked: Asked) -> Prompt:
+    """The prompts and their token ids. Raises InvalidRequest and ContextLengthExceeded, naming the prompt."""
+    one = isinstance(body.prompt, str) or isinstance(next(iter(body.prompt), None), int)
+    given: Any = [body.prompt] if one else body.prompt
+    names = ["prompt"] if one else [f"prompt.{place}" for place in range(len(given))]
     context = engine.context_length
-    if not isinstance(given, str):
-        check_room(param, len(given), asked, context)  # before its ids are looked at one by one
-    try:
-        ids = await engine.encode(given)
-    except InvalidRequest as error:
-        raise type(error)(param, error.said, hint=error.hint) from None
-    check_room(param, len(ids), asked, context)
-    return Prompt(given if isinstance(given, str) else ids, ids)
+    for name, prompt in zip(names, given, strict=True):
+        if isinstance(prompt, list):
+            check_room(name, len(prompt), asked, context)  # before its ids are looked at one by one
+    most = min(MAX_PROMPTS, engine.facts.max_running + engine.config.max_queued_requests) if body.stream else MAX_PROMPTS
+    read = await read_prompts(engine, body.prompt, "prompt", most=most)
+    for name, ids in zip(names, read.ids, strict=True):
+        check_room(name, len(ids), asked, context)
+    return [Prompt(*each) for each in zip(given, read.ids, strict=True)]
 
 
 COMPLETIONS = (

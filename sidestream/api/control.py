@@ -113,5 +113,14 @@ CONTROL = (
     Route("GET", "/flush_cache", flush_cache, "Drop cached prefixes", answer=Flushed, admin=True),
     Route("POST", "/flush_cache", flush_cache, "Drop cached prefixes", answer=Flushed, admin=True),
     Route("POST", "/abort_request", abort_request, "End requests by their ids", body=Abort, answer=Aborted, admin=True),
-    Route("POST", "/update_weights_from_disk", update_weights, "Replace the weights", body=Update, answer=Updated, admin=True),
+    Route(
+        "POST",
+        "/update_weights_from_disk",
+        update_weights,
+        "Replace the weights",
+        body=Update,
+        answer=Updated,
+        admin=True,
+        states={400: Updated},
+    ),
 )

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from sidestream.api.fields import called
 from sidestream.api.foreign import IGNORED
 from sidestream.api.generation import Generation
+from sidestream.api.openai import check_not_aborted
 from sidestream.api.prompts import read_prompts
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import json_response
@@ -81,6 +82,7 @@ async def embed(call: Call[Embed]) -> Response:
     data: list[Embedding] = []
     for group in _groups(sizes, most=4 * facts.max_running):
         for output in await _outputs(call, ids[group]):
+            check_not_aborted(output)
             data.append(Embedding(index=len(data), embedding=_written(_vector(output, body), body.encoding_format)))
             await asyncio.sleep(0)
     tokens = sum(map(len, ids))

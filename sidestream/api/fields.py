@@ -11,14 +11,24 @@ import msgspec
 
 from sidestream.errors import InvalidRequest
 from sidestream.options import Field, fields_of
-from sidestream.params import OutputParams, SamplingParams
+from sidestream.params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS, OutputParams, SamplingParams
 
 HiddenStatesFormat = Literal["json", "base64", "safetensors"]
 LogprobsFormat = Literal["openai", "flat"]
 
+
+def shown_limits(**limits: Any) -> msgspec.Meta:
+    """Limits that the schema shows, and that SamplingParams and OutputParams check, in words of their own."""
+    return msgspec.Meta(extra_json_schema=limits)
+
+
+STOP = Annotated[str, shown_limits(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
+STOPS = Annotated[list[STOP], shown_limits(maxItems=MAX_STOPS)]
+BIAS = Annotated[float, shown_limits(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
+
 _TYPES: dict[str, Any] = {  # where the JSON type is not the Python type
-    "stop": str | list[str],
-    "logit_bias": dict[str, float],
+    "stop": STOP | STOPS,
+    "logit_bias": Annotated[dict[str, BIAS], shown_limits(propertyNames={"pattern": "^(0|[1-9][0-9]*)$"})],
     "return_hidden_states": bool | Literal["last"],
 }
 _SEQUENCES = {"stop_token_ids", "allowed_token_ids", "bad_token_ids", "token_ids_logprob", "hidden_states_layers"}
@@ -62,15 +72,12 @@ def _item_of(field: Field) -> Any:
 
 
 def _bounds(field: Field) -> dict[str, Any]:
+    """What msgspec can hold is checked while it decodes; the rest is shown."""
     option = field.option
-    bounds: dict[str, Any] = {}
-    if option.low is not None:
-        bounds["gt" if option.above_low else "ge"] = option.low
-    if option.high is not None and abs(option.high) < 2**63:
-        bounds["le"] = option.high
-    if "ge" in bounds and abs(bounds["ge"]) >= 2**63:
-        del bounds["ge"]
-    return bounds
+    bounds = {"gt" if option.above_low else "ge": option.low, "le": option.high}
+    given = {name: bound for name, bound in bounds.items() if bound is not None}
+    held = {name: bound for name, bound in given.items() if abs(bound) < 2**63}
+    return held if held == given else {**held, "extra_json_schema": {"minimum": option.low, "maximum": option.high}}
 
 
 SAMPLING: dict[str, Field] = {field.name: field for field in fields_of(SamplingParams)}

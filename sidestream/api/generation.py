@@ -38,6 +38,7 @@ class Generation:
         self._engine = self.service.engine
         check_ceiling(self.service.config.hidden_states, outputs)
         self._started = time.monotonic()
+        self._open = _choices(sampling, len(ids))  # choices not finished
         self._span: Span = self.service.tracing.start(
             operation, self.service.model_names[0], rid=call.id, headers=call.request.headers, request=_attributes(sampling)
         )
@@ -49,7 +50,7 @@ class Generation:
 
     async def answers(self) -> list[Output]:
         """All choices of the first prompt, then those of the next. Cancelling it aborts them."""
-        self.service.metrics.request_received()
+        self._received()
         limit = self._engine.facts.max_running + self._engine.config.max_queued_requests
         try:
             if len(self.ids) <= limit:
@@ -60,6 +61,9 @@ class Generation:
             self._failed(error)
             raise
         self._finished(outputs)
+        for output in outputs:  # of an answer that came whole, the mean gap
+            if output.timing and output.timing.first_token is not None:
+                self.service.metrics.token_gap(output.timing.total - output.timing.first_token, output.completion_tokens - 1)
         return outputs
 
     async def _answer(self, ids: list[list[int]], sampling: Any, rid: Any, outputs: dict[str, Any], *, wait: bool) -> list[Output]:
@@ -91,7 +95,6 @@ class Generation:
             async for place, part in stream:
                 now, key = time.monotonic(), (place, part.index)
                 if key not in latest:
-                    metrics.first_token(now - self._started)
                     self._span.event("first_token")
                 elif part.token_ids:
                     metrics.token_gap(now - latest[key], len(part.token_ids))
@@ -109,7 +112,7 @@ class Generation:
     def open(self) -> Any:
         """Queue the request for `parts`: what is wrong with it is raised here. Idempotent."""
         if self._stream is None:
-            self.service.metrics.request_received()
+            self._received()
             try:
                 self._stream = self._engine.stream_many(self.ids, self._sampling, rid=self._rid, **self._outputs)
             except BaseException as error:
@@ -119,12 +122,23 @@ class Generation:
 
     _stream: Any = None
 
+    def _received(self) -> None:
+        """Each choice is a request of its own, as in the engine's counters."""
+        for _ in range(self._open):
+            self.service.metrics.request_received()
+
     def _finished(self, outputs: Sequence[Output]) -> None:
+        metrics = self.service.metrics
+        self._open -= len(outputs)
         for output in outputs:
-            self.service.metrics.request_finished(
+            timing = output.timing
+            assert timing is not None, "it is finished"
+            if timing.first_token is not None:
+                metrics.first_token(timing.first_token)
+            metrics.request_finished(
                 output.finish_reason or "abort",
-                e2e_seconds=self.seconds,
-                queue_seconds=None,
+                e2e_seconds=timing.total,
+                queue_seconds=timing.queued,
                 prompt_tokens=output.prompt_tokens,
                 completion_tokens=output.completion_tokens,
                 cached_tokens=output.cached_tokens,
@@ -138,8 +152,14 @@ class Generation:
 
     def _failed(self, error: BaseException) -> None:
         code = getattr(error, "code", "client_left")
-        self.service.metrics.request_aborted("engine_error" if isinstance(error, EngineDead) else code)
+        while self._open:
+            self._open -= 1
+            self.service.metrics.request_aborted("engine_error" if isinstance(error, EngineDead) else code)
         self._span.fail(code, str(error))
+
+
+def _choices(sampling: SamplingParams | Sequence[SamplingParams], prompts: int) -> int:
+    return prompts * sampling.n if isinstance(sampling, SamplingParams) else sum(each.n for each in sampling)
 
 
 def _attributes(sampling: SamplingParams | Sequence[SamplingParams]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ from sidestream.output import HiddenStates, Output
 
 SLICE_NUMBERS = 32 * 1024  # of JSON numbers encoded at a time: a few milliseconds
 SLICE_BYTES = 3 * 2**18  # of base64: a multiple of 3, so that slices join
+SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _encode = msgspec.json.Encoder().encode
 
@@ -94,11 +95,19 @@ class Packed(NamedTuple):
 
 
 def safetensors_response(answer: Any, tensors: Mapping[str, HiddenStates]) -> Response:
-    """One body: the rows as tensors, and the JSON answer in the metadata under `answer`."""
-    from safetensors import serialize
+    """One body: the rows as tensors, and the JSON answer in the metadata under `answer`.
 
-    packed = {name: {"dtype": states.dtype, "shape": list(states.shape), "data": states.raw.tobytes()} for name, states in tensors.items()}
-    body = serialize(cast(Any, packed), {"answer": _encode(answer).decode()})
+    The length of the header, the header as JSON, the bytes: written here, because the library's `serialize` took other arguments
+    before version 0.8, and `safetensors.numpy` has no bfloat16.
+    """
+    header: dict[str, Any] = {"__metadata__": {"answer": _encode(answer).decode()}}
+    end = 0
+    for name, states in tensors.items():
+        start, end = end, end + states.raw.nbytes
+        header[name] = {"dtype": SAFETENSORS_DTYPES[states.dtype], "shape": list(states.shape), "data_offsets": [start, end]}
+    written = _encode(header)
+    written += b" " * (-len(written) % 8)  # the format wants the bytes aligned
+    body = b"".join([len(written).to_bytes(8, "little"), written, *(states.raw.data for states in tensors.values())])
     return LargeResponse(body, media_type="application/octet-stream")
 
 

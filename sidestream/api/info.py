@@ -171,7 +171,7 @@ async def root(call: Call[None]) -> Response:
 
 
 INFO = (
-    Route("GET", "/", root, "What answers here", open=True),
+    Route("GET", "/", root, "What answers here", answer=dict[str, str], open=True, loaded=False, states={307: None}),
     Route("GET", "/model_info", model_info, "What the model is", answer=ModelInfo, aliases=("/get_model_info",)),
     Route("GET", "/server_info", server_info, "Options, facts, counters and load", answer=ServerInfo, aliases=("/get_server_info",)),
     Route("GET", "/v1/loads", loads, "How busy it is", answer=Loads),

@@ -197,11 +197,13 @@ class TextOffsets:
         self._detokenizer = Detokenizer(tokenizer, before, skip_special_tokens=skip_special_tokens)
         self._length = start
 
-    def feed(self, tokens: Iterable[int]) -> list[int]:
+    async def feed(self, tokens: Iterable[int]) -> list[int]:
         offsets = []
-        for token in tokens:
+        for place, token in enumerate(tokens, 1):
             offsets.append(self._length)
             self._length += len(self._detokenizer.feed((token,)))
+            if place % SLICE_TOKENS == 0:
+                await asyncio.sleep(0)
         return offsets
 
 
@@ -212,7 +214,7 @@ class Echo(NamedTuple):
     offsets: list[int]  # of its tokens
 
 
-def echoed(tokenizer: Any, prompt: str | Sequence[int], tokens: Sequence[int], *, skip_special_tokens: bool) -> Echo:
+async def echoed(tokenizer: Any, prompt: str | Sequence[int], tokens: Sequence[int], *, skip_special_tokens: bool) -> Echo:
     """A text is echoed as it was given; token ids as the text that they are."""
     detokenizer = Detokenizer(tokenizer, (), skip_special_tokens=skip_special_tokens and not isinstance(prompt, str))
     own_bos = isinstance(prompt, str) and tokenizer.adds_bos and not prompt.startswith(tokenizer.bos_token)  # is not in the text
@@ -222,5 +224,7 @@ def echoed(tokenizer: Any, prompt: str | Sequence[int], tokens: Sequence[int], *
         offsets.append(length)
         pieces.append(piece)
         length += len(piece)
+        if len(offsets) % SLICE_TOKENS == 0:
+            await asyncio.sleep(0)
     text = prompt if isinstance(prompt, str) else "".join(pieces) + detokenizer.flush()
     return Echo(text, [min(offset, len(text)) for offset in offsets])

@@ -39,8 +39,12 @@ async def models(call: Call[None]) -> Response:
 
 async def model(call: Call[None]) -> Response:
     """Under any of its names. Raises ModelError."""
-    name = call.request.path_params["id"]
-    return json_response(_described(call.service, call.service.check_model(name))) if name else await models(call)
+    service, name = call.service, call.request.path_params["id"]
+    if not name:
+        return await models(call)
+    if f"/{name}" in service.model_names:  # a path; of slashes in a row one is left
+        name = f"/{name}"
+    return json_response(_described(service, service.check_model(name)))
 
 
 MODELS = (

@@ -86,9 +86,13 @@ class Sampling(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class Generate(Fields, kw_only=True, forbid_unknown_fields=True):
-    text: Annotated[str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)], Meta(description="A prompt, or a list of them.")] | None = (
-        None
-    )
+    text: (
+        Annotated[
+            str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)],
+            Meta(description="A prompt, or a list of them.", examples=["The capital of France is"]),
+        ]
+        | None
+    ) = None
     input_ids: Annotated[list[int | list[int]], Meta(description="The same as token ids.")] | None = None
     sampling_params: Annotated[Sampling | list[Sampling], Meta(description="For all prompts, or a list with one for each.")] | None = None
     rid: (

@@ -25,7 +25,6 @@ from sidestream.api.route import Call
 from sidestream.api.service import Service, report_of
 from sidestream.api.shapes import Usage, usage_of
 from sidestream.api.sse import DONE, EventStream, event, json_response
-from sidestream.async_client import AsyncEngine
 from sidestream.errors import ContextLengthExceeded, InvalidRequest
 from sidestream.options import shown
 from sidestream.output import Output
@@ -202,8 +201,7 @@ class Exchange:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the same request may get other numbers."""
-        return fingerprint(self._call.service.engine)
+        return fingerprint(self._call.service)
 
     async def answers(self) -> list[Output]:
         """Raises Aborted, what is wrong with the request, and what the engine says."""
@@ -282,9 +280,10 @@ def check_not_aborted(output: Output) -> None:
         raise Aborted(f"the request {output.rid!r} was aborted after {output.completion_tokens} tokens")
 
 
-def fingerprint(engine: AsyncEngine) -> str:
-    facts, report = engine.facts, report_of(engine)
-    return _digest(facts.name, facts.dtype, facts.backend, facts.device, engine.config.quantization, report.get("weight_version", 0))
+def fingerprint(service: Service) -> str:
+    """Changes when the same request may get other numbers."""
+    facts, updates = service.engine.facts, report_of(service.engine).get("weight_version", 0)
+    return _digest(facts.name, facts.dtype, facts.backend, facts.device, service.engine.config.quantization, *service.weights, updates)
 
 
 @cache

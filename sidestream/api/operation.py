@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
@@ -11,6 +11,10 @@ from sidestream.api.errors import RETRY_AFTER
 from sidestream.api.route import Call, Route
 from sidestream.api.service import report_of
 from sidestream.api.sse import json_response
+
+
+class Alive(msgspec.Struct):
+    status: Literal["ok"] = "ok"
 
 
 class Health(msgspec.Struct):
@@ -22,7 +26,7 @@ class Health(msgspec.Struct):
 
 
 async def live(call: Call[None]) -> Response:
-    return json_response({"status": "ok"})
+    return json_response(Alive())
 
 
 async def ready(call: Call[None]) -> Response:
@@ -44,8 +48,17 @@ async def metrics(call: Call[None]) -> Response:
 
 
 OPERATION = (
-    Route("GET", "/health/live", live, "The process answers", open=True),
-    Route("GET", "/health/ready", ready, "It takes requests", answer=Health, open=True, aliases=("/health", "/ready", "/v1/health")),
-    Route("GET", "/health_generate", ready, "It takes requests", answer=Health, open=True, aliases=("/ping",)),
-    Route("GET", "/metrics", metrics, "Counters, for Prometheus"),
+    Route("GET", "/health/live", live, "The process answers", answer=Alive, open=True, loaded=False),
+    Route(
+        "GET",
+        "/health/ready",
+        ready,
+        "It takes requests",
+        answer=Health,
+        aliases=("/health", "/ready", "/v1/health", "/health_generate", "/ping"),
+        open=True,
+        loaded=False,
+        states={503: Health},
+    ),
+    Route("GET", "/metrics", metrics, "Counters, for Prometheus", media_type="text/plain", loaded=False),
 )

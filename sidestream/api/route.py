@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Message
 
 from sidestream.api.body import read_body
+from sidestream.api.errors import ErrorShape
 
 if TYPE_CHECKING:
     from sidestream.api.service import Service
@@ -44,9 +45,15 @@ class Route:
     body: type[msgspec.Struct] | None = None
     answer: Any = None
     aliases: tuple[str, ...] = ()
+    media_type: str = "application/json"
     streams: bool = False  # may also answer with server-sent events
+    events: Any = None  # the type of their data, where it has one
+    queues: bool = True  # may find the queue of the engine full; routes with a body only
+    loaded: bool = True  # has no answer while the model loads
+    states: Mapping[int, Any] = field(default_factory=dict)  # its own answers with other statuses than 200: types, None for no body
     admin: bool = False  # changes what others get: needs the admin key, or a loopback address where there is none
     open: bool = False  # needs no key
+    errors: ErrorShape = "openai"
 
     async def run(self, service: Service, request: Request, id: str) -> Response:
         """The answer. A client that leaves while it waits for one cancels the handler, which aborts what it asked the engine."""

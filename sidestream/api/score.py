@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from sidestream.api.fields import OUTPUTS, called
 from sidestream.api.generation import Generation
+from sidestream.api.openai import check_not_aborted
 from sidestream.api.prompts import MAX_PROMPTS, read_prompts
 from sidestream.api.route import Call, Route
 from sidestream.api.shapes import CompletionTokensDetails, PromptTokensDetails, Usage, finite
@@ -69,6 +70,8 @@ async def score(call: Call[Score]) -> Response:
     with called({"token_ids_logprob": "label_token_ids", "prompt": "items"}):
         generation = Generation(call, ids, sampling, {"token_ids_logprob": labels}, operation="text_completion")
         outputs = await generation.answers()
+    for output in outputs:
+        check_not_aborted(output)
     logprobs = [_logprobs(output) for output in outputs]
     answer = ScoreAnswer(
         scores=[_softmax(each, body.temperature or 1.0) if body.apply_softmax else list(map(math.exp, each)) for each in logprobs],
@@ -105,8 +108,6 @@ def _labels(given: Sequence[Any], count: int) -> list[list[int]]:
 
 def _logprobs(output: Output) -> list[float]:
     assert output.logprobs is not None
-    if not output.logprobs.output_ids:  # aborted before it began
-        raise InvalidRequest("items", "the request was aborted")
     return [value for value, _ in output.logprobs.output_ids[0]]
 
 

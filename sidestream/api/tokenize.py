@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from sidestream.api.foreign import IGNORED, refuse_foreign
+from sidestream.api.chat import NO_TEMPLATE, NO_TOOLS, TEXT_ONLY, ChatMessage, encode_messages
 from sidestream.api.prompts import MAX_PROMPTS
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import json_response
@@ -18,30 +18,28 @@ from sidestream.async_client import LONG_TEXT
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
 
-REFUSED: Mapping[str, str] = {
-    "chat_template": "a template is a program; the server's own is used (--chat-template)",
-    "mm_processor_kwargs": "the model reads text only",
-}
-TEMPLATE_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-
 Ids = Annotated[list[int | list[int]], Meta(description="Token ids, or a list of lists of them.")]
 
 
 class Tokenize(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="Name of the model; may be left out.")] | None = None
-    prompt: Annotated[str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)], Meta(description="A text, or a list of them.")] | None = (
-        None
-    )
-    messages: Annotated[list[dict[str, Any]], Meta(description="A conversation, written by the chat template.")] | None = None
+    prompt: (
+        Annotated[
+            str | Annotated[list[str], Meta(max_length=MAX_PROMPTS)],
+            Meta(description="A text, or a list of them.", examples=["Hello, world"]),
+        ]
+        | None
+    ) = None
+    messages: Annotated[list[ChatMessage], Meta(description="A conversation, written by the chat template.")] | None = None
     add_special_tokens: Annotated[bool, Meta(description="Begin a prompt with BOS if the model's prompts do; the default.")] | None = None
     return_token_strs: Annotated[bool, Meta(description="Return token_strs: the tokens as the vocabulary writes them.")] | None = None
     add_generation_prompt: Annotated[bool, Meta(description="End messages with the beginning of an answer; the default.")] | None = None
     continue_final_message: Annotated[bool, Meta(description="End messages where the text of the last one ends.")] | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(description="Tools that the chat template describes.")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
-    tool_choice: IGNORED = None
-    chat_template: Any = None
-    mm_processor_kwargs: Any = None
+    tools: Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)] | None = None
+    tool_choice: Annotated[Literal["none", "auto"], Meta(description=NO_TOOLS)] | None = None
+    chat_template: Annotated[None, NO_TEMPLATE] = None
+    mm_processor_kwargs: Annotated[None, TEXT_ONLY] = None
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True):
@@ -83,7 +81,6 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 async def tokenize(call: Call[Tokenize]) -> Response:
     body, service = call.body, call.service
     service.check_model(body.model)
-    refuse_foreign(body, REFUSED)
     tokenizer = service.engine.tokenizer
     tokens: Sequence[Any]
     if (body.prompt is None) == (body.messages is None):
@@ -107,8 +104,7 @@ async def tokenize(call: Call[Tokenize]) -> Response:
 
 async def _texts(call: Call[Tokenize], texts: Sequence[str]) -> list[list[int]]:
     body, tokenizer = call.body, call.service.engine.tokenizer
-    names = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-    for name in names:
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
         if getattr(body, name):
             raise InvalidRequest(name, f"got {shown(getattr(body, name))}, must be left out with a prompt: no template writes it")
     special = body.add_special_tokens is not False
@@ -122,19 +118,12 @@ async def _conversation(call: Call[Tokenize]) -> list[int]:
     body, engine = call.body, call.service.engine
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "got true, must be left out with messages: the chat template writes special tokens")
-    variables = body.chat_template_kwargs or {}
-    for name in TEMPLATE_FIELDS:
-        if name in variables:
-            raise InvalidRequest(f"chat_template_kwargs.{name}", f"got {shown(variables[name])}, must be the request's own field {name}")
-    continued = bool(body.continue_final_message)
-    begins = not continued if body.add_generation_prompt is None else body.add_generation_prompt
-    return await asyncio.to_thread(
-        engine.encode_chat,
+    return await encode_messages(
+        engine,
         body.messages or [],
-        tools=body.tools or None,
-        add_generation_prompt=begins,
-        continue_final_message=continued,
-        **variables,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
 
 
@@ -183,7 +172,18 @@ async def tokenizer_info(call: Call[None]) -> Response:
 
 
 TOKENIZE = (
-    Route("POST", "/tokenize", tokenize, "Text to token ids", body=Tokenize, answer=TokenizeAnswer, aliases=("/v1/tokenize",)),
-    Route("POST", "/detokenize", detokenize, "Token ids to text", body=Detokenize, answer=DetokenizeAnswer, aliases=("/v1/detokenize",)),
+    Route(
+        "POST", "/tokenize", tokenize, "Text to token ids", body=Tokenize, answer=TokenizeAnswer, aliases=("/v1/tokenize",), queues=False
+    ),
+    Route(
+        "POST",
+        "/detokenize",
+        detokenize,
+        "Token ids to text",
+        body=Detokenize,
+        answer=DetokenizeAnswer,
+        aliases=("/v1/detokenize",),
+        queues=False,
+    ),
     Route("GET", "/tokenizer_info", tokenizer_info, "What the tokenizer is", answer=TokenizerInfo),
 )

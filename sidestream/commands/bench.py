@@ -18,10 +18,11 @@ REPETITIONS, MAX_REPETITIONS = 3, 100  # of each workload
 def offline_parser() -> Parser:
     parser = Parser(
         "bench",
-        words="offline [MODEL]",
+        words="serve | offline [MODEL]",
         words_help="what to measure, and the model (default: smollm2) [SIDESTREAM_MODEL]",
-        usage="sidestream bench offline [MODEL] [options]",
-        description="Measure tokens per second on fixed workloads, and their share of what this machine could do at most.",
+        usage="sidestream bench offline [MODEL] [options]\n       sidestream bench serve [--url URL] [options]",
+        description="Measure tokens per second on fixed workloads, and their share of what this machine could do at most. "
+        "`sidestream bench serve --help` tells how to load a server.",
         epilog=f"{CONFIG_HELP} {CACHE_HELP} {EXIT_HELP}",
     )
     group = parser.add_argument_group("measuring")
@@ -47,12 +48,18 @@ def _repetitions(text: str) -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """`sidestream bench offline`: a table, or every number as JSON."""
+    """`sidestream bench offline`: a table, or every number as JSON. `bench serve` is a module of its own."""
+    if words and words[0] == "serve":
+        from sidestream.commands.bench_serve import main as bench_serve
+
+        return bench_serve(words[1:])
     parser = offline_parser()
     arguments = parser.parse(words)
     kind, *models = arguments["words"] or [""]
     if kind != "offline":
-        parser.error(f"{f'got {kind!r}' if kind else 'what to measure is missing'}. Write sidestream bench offline [MODEL]")
+        parser.error(
+            f"{f'got {kind!r}' if kind else 'what to measure is missing'}. Write sidestream bench offline [MODEL] or sidestream bench serve"
+        )
     options, level = engine_options(one_model(parser, arguments, models), arguments)
 
     from sidestream import Engine

@@ -242,10 +242,9 @@ class EngineLoop:
 
     def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
         """Give a live request what the step computed for it."""
-        if request.cached_tokens is not None and not request.output_ids:
-            step.cached_tokens[request.key] = request.cached_tokens
-            if not request.shares_prompt:
-                self.totals["cached_tokens"] += request.cached_tokens
+        if request.admission is not None:
+            step.admitted[request.key], request.admission = request.admission, None
+            self.totals["cached_tokens"] += 0 if request.shares_prompt else step.admitted[request.key].cached_tokens
         if rows is not None:
             self._take_rows(request, rows, span, step)
         if token is None:
@@ -342,7 +341,7 @@ class EngineLoop:
         step.rows[request.key] = (own or Rows())._replace(hidden=hidden_rows(host, kept.position))
 
     def _emit(self, step: StepOutputs) -> None:
-        if step.keys or step.rows or step.finished or step.cached_tokens:
+        if step.keys or step.rows or step.finished or step.admitted:
             self.emit(step)
 
     # The end

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from sidestream.engine.radix import RadixNode
-    from sidestream.params import OutputPlan, SamplingParams
+    from sidestream.messages import Admission
+from sidestream.params import OutputPlan, SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -92,6 +93,7 @@ class Request:
 
     __slots__ = (
         "aborting",
+        "admission",
         "borrowed",
         "cached_tokens",
         "cannot_surprise",
@@ -169,6 +171,7 @@ class Request:
         self.matched_stop: int | str | None = None
         self.stop_offset: int | None = None
         self.cached_tokens: int | None = None  # set when first admitted
+        self.admission: Admission | None = None  # not told yet
 
         self.slot = -1
         self.pages: list[int] = []

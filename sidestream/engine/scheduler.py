@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from sidestream.engine.pages import PagePool
 from sidestream.engine.radix import RadixCache
 from sidestream.engine.request import Feature, Request, State
 from sidestream.engine.sampling import plan_sampling
+from sidestream.messages import Admission
 
 HEADROOM_TOKENS = 32  # room each running request should still have when another one is admitted
 SORTED_AHEAD = 128  # of the queue, this many are looked at for the longest cached prefix
@@ -158,6 +160,7 @@ class Scheduler:
         request.slot = self._free_slots.pop()
         if request.cached_tokens is None:
             request.cached_tokens = min(match.num_tokens, request.prompt_len - 1)
+            request.admission = Admission(request.cached_tokens, time.monotonic())
         self.running.append(request)
         step.token_uploads.append((request.slot, tokens))
         step.page_updates += [(request.slot, column, page) for column, page in enumerate(request.pages)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -18,8 +19,11 @@ from typing import Any
 import httpx2
 import pytest
 
+from sidestream import Engine
+
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{{ style ~ '\n' if style }}{% for message in messages %}<|start|>{{ message.role }}{{ ' ' ~ message.name if message.name }}\n"
+    "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if message.reasoning }}{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 START_SECONDS = 60
@@ -61,6 +65,15 @@ class Server:
     def post(self, path: str, body: Any, **keywords: Any) -> httpx2.Response:
         return self.http.post(path, json=body, **keywords)
 
+    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream that ends as it should."""
+        with self.http.stream("POST", path, json=body | {"stream": True}) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        assert events.pop() == "[DONE]"
+        return [json.loads(event, parse_constant=pytest.fail) for event in events]
+
     def stats(self) -> dict[str, Any]:
         return dict(self.http.get("/server_info").json()["stats"])
 
@@ -68,15 +81,20 @@ class Server:
         """The exit status."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        with suppress(AttributeError):
-            self.http.close()
         try:
             status = self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"the server did not end: {self.log}") from None
-        shutil.rmtree(self._directory)
         return status
+
+    def close(self) -> None:
+        """End it however it is, and leave nothing behind."""
+        if self.process.poll() is None:
+            self.stop(signal.SIGKILL)
+        with suppress(AttributeError):
+            self.http.close()
+        shutil.rmtree(self._directory)
 
 
 @pytest.fixture(scope="session")
@@ -88,18 +106,48 @@ def chat_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return directory
 
 
-@pytest.fixture(scope="session")
-def server(chat_model: Path) -> Iterator[Server]:
-    """One for all tests that change nothing about it. Afterwards its memory is at rest and it ends by itself."""
-    made = Server(chat_model, "--dtype", "float32", "--kv-tokens", "8192", "--max-running-requests", "16")
+def _serving(model: Path) -> Iterator[Server]:
+    """A server until the tests are done with it. Afterwards its memory must be at rest, and it ends by itself."""
+    made = Server(model, "--dtype", "float32", "--kv-tokens", "8192", "--max-running-requests", "16")
     yield made
     try:
         stats = made.stats()
     finally:
-        status = made.stop()
-    assert status == 0
+        status, log = made.stop(), made.log
+        made.close()
+    assert status == 0, log
     assert (stats["running"], stats["waiting"]) == (0, 0)
     assert stats["kv_tokens_free"] + stats["kv_tokens_cached"] == stats["kv_tokens_total"]
+
+
+@pytest.fixture(scope="session")
+def made_server() -> Callable[[Path], Iterator[Server]]:
+    """For fixtures that need a server on a model of their own: `yield from made_server(model)`."""
+    return _serving
+
+
+@pytest.fixture(scope="session")
+def server(chat_model: Path) -> Iterator[Server]:
+    """One for all tests that change nothing about it."""
+    yield from _serving(chat_model)
+
+
+@pytest.fixture(scope="session")
+def engine(chat_model: Path) -> Iterator[Engine]:
+    """The model of `server` in this process, with the same options: what one answers, the other must answer too."""
+    options = {"dtype": "float32", "threads": 1, "kv_tokens": 8192, "max_running_requests": 16, "log_level": "warning"}
+    with Engine(str(chat_model), **options) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
+def exact_server(chat_model: Path) -> Iterator[Server]:
+    """One on the native kernels, where a request gets the same bytes whatever runs beside it and whatever is cached."""
+    made = Server(chat_model, "--dtype", "bfloat16", "--kv-tokens", "8192", "--max-running-requests", "16")
+    yield made
+    status = made.stop()
+    made.close()
+    assert status == 0
 
 
 @pytest.fixture
@@ -107,11 +155,10 @@ def serve(chat_model: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers of a test's own, which end with it."""
     started: list[Server] = []
 
-    def start(*flags: str, **keywords: Any) -> Server:
-        started.append(Server(chat_model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
+    def start(*flags: str, model: Path = chat_model, **keywords: Any) -> Server:
+        started.append(Server(model, "--dtype", "float32", "--kv-tokens", "4096", *flags, **keywords))
         return started[-1]
 
     yield start
     for each in started:
-        if each.process.poll() is None:
-            each.stop(signal.SIGKILL)
+        each.close()

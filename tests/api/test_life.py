@@ -57,6 +57,13 @@ class Asking(threading.Thread):
         return self.parts[-1]
 
 
+def until_running(server: Any, count: int) -> None:
+    until = time.monotonic() + 30
+    while server.stats()["running"] < count and time.monotonic() < until:
+        time.sleep(0.01)
+    assert server.stats()["running"] == count, "the requests ended before they could be watched"
+
+
 def gone(pid: int, seconds: float = 2.0) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -94,9 +101,7 @@ def test_the_first_signal_lets_requests_end(serve: Callable[..., Any]) -> None:
     server = serve()
     stream = Asking(server, {**LONG, "stream": True}).until_begun()
     whole = Asking(server, LONG)
-    until = time.monotonic() + 20
-    while server.stats()["requests"] < 2 and time.monotonic() < until:
-        time.sleep(0.01)
+    until_running(server, 2)
     server.process.send_signal(signal.SIGTERM)
     until = time.monotonic() + 5
     while server.http.get("/health").status_code != 503 and time.monotonic() < until:
@@ -127,7 +132,7 @@ def test_a_killed_engine_ends_the_server_and_its_requests(serve: Callable[..., A
     server = serve()
     stream = Asking(server, {**LONG, "stream": True}).until_begun()
     whole = Asking(server, LONG)
-    time.sleep(0.1)
+    until_running(server, 2)
     os.kill(server.engine_pid, signal.SIGKILL)
     assert stream.last()["error"]["code"] == "engine_error"
     assert whole.last()["error"]["code"] == "engine_error" and whole.status == 500
@@ -137,10 +142,12 @@ def test_a_killed_engine_ends_the_server_and_its_requests(serve: Callable[..., A
 
 def test_a_killed_server_takes_its_engine_along(serve: Callable[..., Any]) -> None:
     server = serve()
-    Asking(server, {**LONG, "stream": True}).until_begun()
+    stream = Asking(server, {**LONG, "stream": True}).until_begun()
     engine = server.engine_pid
     server.process.kill()
     assert gone(engine)
+    stream.join(10)
+    assert isinstance(stream.error, httpx2.TransportError)
 
 
 def test_a_server_that_cannot_start_ends_with_the_cause(tmp_path: Path, chat_model: Path) -> None:

@@ -84,8 +84,8 @@ def test_works_come_in_the_order_of_their_declaration():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "sidestream bench: what to measure is missing. Write sidestream bench offline [MODEL]\n"),
-        (["online"], "sidestream bench: got 'online'. Write sidestream bench offline [MODEL]\n"),
+        ([], "sidestream bench: what to measure is missing. Write sidestream bench offline [MODEL] or sidestream bench serve\n"),
+        (["online"], "sidestream bench: got 'online'. Write sidestream bench offline [MODEL] or sidestream bench serve\n"),
         (["offline", "a", "b"], "sidestream bench: got 2 models. Give one\n"),
         (["offline", "--cases", "single,x"], "sidestream bench: --cases: got 'x', must be some of single,batch,prefill,shared\n"),
         (["offline", "--repetitions", "0"], "sidestream bench: --repetitions: got '0', must be an integer between 1 and 100\n"),

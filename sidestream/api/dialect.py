@@ -1,0 +1,155 @@
+"""What the routes share that speak another API and answer a conversation with one text: our own fields, before and after.
+
+Those APIs have no place for hidden states, logprobs of the prompt, or logprobs at all. Ours stand beside their text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta
+from starlette.responses import Response
+
+from sidestream.api.chat import TEMPLATE_NAMES
+from sidestream.api.fields import HiddenStatesFormat, LogprobsFormat, Shared, called, params_of
+from sidestream.api.generation import Generation
+from sidestream.api.hidden import Packed, check_format, hidden_json, safetensors_response
+from sidestream.api.logprobs import ChatLogprobs, Entries, TokenTexts, chat_logprobs
+from sidestream.api.openai import MAX_RID, Asked, check_room, one_of
+from sidestream.api.route import Call
+from sidestream.api.shapes import flat_logprobs
+from sidestream.api.sse import json_response
+from sidestream.async_client import LONG_TEXT, AsyncEngine
+from sidestream.errors import InvalidRequest
+from sidestream.output import Output
+from sidestream.params import OutputParams
+
+TENSOR = "hidden_states"  # in a safetensors answer
+
+Ignored = Annotated[str, Meta(description="Accepted; changes nothing here.")] | None
+Model = Annotated[str, Meta(description="A name that /v1/models lists; none is this server's model.")]
+TemplateVariables = Annotated[dict[str, Any], Meta(description="Variables for the chat template.")]
+
+
+class DialectBody(Shared, kw_only=True, forbid_unknown_fields=True):
+    """The fields that the other API does not have. Sampling and outputs may come under our names, too."""
+
+    model: Model | None = None
+    stream: Annotated[bool, Meta(description="Answer with server-sent events as the text grows.")] | None = None
+    n: Annotated[int, Meta(ge=1, le=1, description="An answer of this API has one text.")] | None = None
+    rid: Annotated[str, Meta(min_length=1, max_length=MAX_RID, description="Id of the answer, and for /abort_request.")] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    hidden_states_format: (
+        Annotated[HiddenStatesFormat, Meta(description="How hidden states are written; safetensors makes the whole answer one body.")]
+        | None
+    ) = None
+    logprobs_format: Annotated[LogprobsFormat, Meta(description="OpenAI's objects, or base64 arrays.")] | None = None
+
+
+def asked_for(body: DialectBody, synonyms: Mapping[str, str], *, context: int, logprobs: bool = False) -> Asked:
+    """`synonyms` are the other API's names of our fields, by ours; `logprobs` says whether it asks for them. Raises InvalidRequest."""
+    found = {ours: one_of(body, theirs, ours) for ours, theirs in synonyms.items()}
+    names = {ours: name for ours, (name, _) in found.items()}
+    renamed = {ours: value for ours, (_, value) in found.items()}
+    most = renamed["max_new_tokens"]
+    renamed["max_new_tokens"] = context if most is None else min(most, context)  # the context bounds it too
+    renamed["return_logprob"] = logprobs or None
+    with called(names):
+        sampling, outputs = params_of(body, renamed)
+    if "hidden_states_start" in outputs:  # there is no row so late: any such number gives none
+        outputs["hidden_states_start"] = min(outputs["hidden_states_start"], context)
+    return_logprob = OutputParams(**outputs).return_logprob
+    if body.logprobs_format == "flat" and not return_logprob:
+        raise InvalidRequest("logprobs_format", "got 'flat', must be left out without logprobs")
+    form = check_format(body.hidden_states_format, wanted=outputs.get("return_hidden_states"), streamed=bool(body.stream))
+    return Asked(sampling, outputs, names, most is None, return_logprob, body.logprobs_format == "flat", form)
+
+
+class Exchange:
+    """One request on its way to the answer. Raises InvalidRequest, ModelError and Unavailable."""
+
+    def __init__(self, call: Call[Any], ids: list[int], asked: Asked, *, param: str, prefix: str) -> None:
+        body: DialectBody = call.body
+        engine = call.service.engine
+        check_room(param, len(ids), asked, engine.context_length)
+        self.asked = asked
+        self.model = call.service.check_model(body.model)
+        self.id = body.rid or f"{prefix}_{secrets.token_hex(12)}"
+        self.request_id = call.id
+        self._ids = ids
+        self._texts = TokenTexts(engine.tokenizer)
+        self._packed = Packed({})
+        self._sent_rows = False
+        self._generation = Generation(call, [ids], asked.sampling, asked.outputs, rid=self.id, operation="chat")
+
+    async def answer(self) -> Output:
+        with called(self.asked.names):
+            (output,) = await self._generation.answers()
+        return output
+
+    def open(self) -> None:
+        """Queue the request; what is wrong with it is raised here, not by `parts`."""
+        with called(self.asked.names):
+            self._generation.open()
+
+    async def parts(self) -> AsyncGenerator[Output, None]:
+        async with aclosing(self._generation.parts()) as parts:
+            async for _, part in parts:
+                yield part
+
+    async def logprobs(self, output: Output) -> ChatLogprobs | dict[str, Any] | None:
+        """Of an answer or a part of one, as chat completions have them, or in the compact form."""
+        logprobs = output.logprobs
+        if logprobs is None:
+            return None
+        if self.asked.flat_logprobs:
+            return flat_logprobs(logprobs)
+        return await chat_logprobs(self._texts, Entries.of_output(logprobs, output.token_ids), Entries.of_prompt(logprobs, self._ids))
+
+    async def hidden_states(self, output: Output, *, streamed: bool) -> Any:
+        """Those of an answer, or those that a part brings; UNSET for none."""
+        states = output.hidden_states
+        if states is None or (streamed and not states.shape[0] and (self._sent_rows or output.finish_reason is None)):
+            return UNSET
+        if self.asked.hidden_format == "safetensors":
+            return self._packed.add(TENSOR, states)
+        later, self._sent_rows = self._sent_rows, True  # only what comes first begins with the prompt's rows: the lists join to the whole
+        start = self.asked.outputs.get("hidden_states_start", 0)
+        return await hidden_json(output, self.asked.hidden_format, start=start, streamed=later)
+
+    def respond(self, answer: msgspec.Struct) -> Response:
+        return safetensors_response(answer, self._packed.tensors) if self._packed.tensors else json_response(answer)
+
+
+async def encode_conversation(
+    engine: AsyncEngine, messages: Sequence[Mapping[str, Any]], param: str, given: Mapping[str, Any] | None, **template: Any
+) -> list[int]:
+    """Token ids of a conversation; a long one is tokenized beside the event loop. `given` are the request's own variables.
+
+    Raises InvalidRequest about `param`.
+    """
+    for key in given or ():
+        if key in TEMPLATE_NAMES:
+            raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
+
+    def encode() -> list[int]:
+        return engine.encode_chat(messages, **(given or {}), **template)
+
+    size = sum(50 + sum(len(part["text"]) for part in message["content"]) for message in messages)  # a message costs something too
+    try:
+        return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+    except InvalidRequest as error:
+        if error.param in ("messages", "prompt"):
+            raise InvalidRequest(param, error.said, hint=error.hint) from None
+        raise
+
+
+def parts_of(content: str | list[Any]) -> list[dict[str, str]]:
+    """A message's content as the chat template takes it."""
+    texts: list[str] = [content] if isinstance(content, str) else [part.text for part in content]
+    return [{"type": "text", "text": text} for text in texts]
