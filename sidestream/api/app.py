@@ -19,10 +19,11 @@ from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestream.api.errors import ErrorShape, described, error_response
+from sidestream.api.refusals import Unavailable
 from sidestream.api.route import ClientLeft, Route
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
-from sidestream.errors import SidestreamError, Unavailable
+from sidestream.errors import SidestreamError
 
 log = logging.getLogger("sidestream")
 

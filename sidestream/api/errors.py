@@ -8,7 +8,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from sidestream.errors import ContextLengthExceeded, ModelError, SidestreamError, Unavailable
+from sidestream.api.refusals import Unavailable
+from sidestream.errors import ContextLengthExceeded, ModelError, SidestreamError
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
 TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error"}

@@ -7,9 +7,9 @@ import time
 from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
+from sidestream.api.refusals import Unavailable, UnknownModel
 from sidestream.async_client import AsyncEngine
 from sidestream.config import ServeConfig
-from sidestream.errors import ModelError, Unavailable
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.tracing import Tracing
 
@@ -95,11 +95,11 @@ class Service:
         return tuple(dict.fromkeys((served, facts.model, facts.name) if served else (facts.model, facts.name)))
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer carries. Raises ModelError for a model that is not here; none given is this one."""
+        """The name that the answer carries. Raises UnknownModel for one that is not here; none given is this one."""
         names = self.model_names
         if name is None or name in names or name in ("", "default"):
             return name if name in names else names[0]
-        raise ModelError(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
+        raise UnknownModel(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
 
     def hint(self, text: str) -> None:
         """Log what may surprise a client's author, once."""
