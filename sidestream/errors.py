@@ -80,34 +80,3 @@ class ModelError(SidestreamError):
 
 class DownloadError(ModelError):
     """A model could not be fetched."""
-
-
-class BodyTooLarge(SidestreamError):
-    """The body of a request to the server is larger than it may be."""
-
-    status = 413
-    code = "body_too_large"
-
-
-class InvalidKey(SidestreamError):
-    """The request has no key of the server, or a wrong one."""
-
-    status = 401
-    code = "invalid_api_key"
-
-
-class Forbidden(SidestreamError):
-    """The request needs rights that its key does not give."""
-
-    status = 403
-    code = "forbidden"
-
-
-class Unavailable(SidestreamError):
-    """The server takes no requests now; `code` says why: it is loading, draining, stalled or failed."""
-
-    status = 503
-
-    def __init__(self, message: str, *, code: str = "loading", hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code

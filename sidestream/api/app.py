@@ -19,10 +19,11 @@ from starlette.routing import Route as Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sidestream.api.errors import ErrorShape, described, error_response
+from sidestream.api.refusals import Unavailable
 from sidestream.api.route import ClientLeft, Route
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
-from sidestream.errors import SidestreamError, Unavailable
+from sidestream.errors import SidestreamError
 
 log = logging.getLogger("sidestream")
 
@@ -72,7 +73,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 class Surrounding:
-    """Around every route: the request's id, the check of its key, and the count of its answer. What is not declared open needs a key."""
+    """Around every route: the request's id, the check of its key, the count of its answer. What is not declared open needs a key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -105,7 +106,10 @@ class Surrounding:
         except SidestreamError as error:
             await error_response(error, id, errors)(scope, receive, counted)
             return
-        await self.app(scope, receive, counted)
+        try:
+            await self.app(scope, receive, counted)
+        finally:
+            self.service.answering -= scope["state"].get("read", False)
 
 
 def _route_of(scope: Scope) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from starlette.requests import Request
 
-from sidestream.errors import Forbidden, InvalidKey
+from sidestream.api.refusals import Forbidden, InvalidKey
 
 
 class Keys:

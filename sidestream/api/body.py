@@ -8,8 +8,9 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
+from sidestream.api.refusals import BodyTooLarge
 from sidestream.api.schema import expected_at, fields_at
-from sidestream.errors import BodyTooLarge, InvalidRequest
+from sidestream.errors import InvalidRequest
 from sidestream.options import did_you_mean, shown, written_size
 
 Body = TypeVar("Body", bound=msgspec.Struct)

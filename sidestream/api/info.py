@@ -13,11 +13,11 @@ from msgspec import Meta
 from starlette.responses import RedirectResponse, Response
 
 from sidestream import __version__
+from sidestream.api.refusals import Unavailable
 from sidestream.api.route import Call, Route
 from sidestream.api.service import Service
 from sidestream.api.sse import json_response
 from sidestream.config import declared_options
-from sidestream.errors import Unavailable
 
 STATS_SECONDS = 10.0  # that the engine may take between two steps before it counts as stuck
 

@@ -7,9 +7,9 @@ import time
 from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
+from sidestream.api.refusals import Unavailable, UnknownModel
 from sidestream.async_client import AsyncEngine
 from sidestream.config import ServeConfig
-from sidestream.errors import ModelError, Unavailable
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.tracing import Tracing
 
@@ -38,6 +38,7 @@ class Service:
         self.loaded = False
         self.draining = False
         self.failure: str | None = None
+        self.answering = 0  # requests that were read and whose answer was not sent to its end
         self.weights = Weights(engine.config.model, "default")
         self._engine = engine
         self._hints: set[str] = set()
@@ -77,6 +78,11 @@ class Service:
         return len(self._engine.router.prompts) if self.loaded else 0
 
     @property
+    def unanswered(self) -> int:
+        """Requests that the server owes an answer, or the rest of one."""
+        return max(self.open_requests, self.answering)
+
+    @property
     def silent_seconds(self) -> float:
         """Since the engine said something last, or was asked something while it had no work."""
         return time.monotonic() - max(self._engine.heard, self._engine.router.busy_since) if self.loaded else 0.0
@@ -89,11 +95,11 @@ class Service:
         return tuple(dict.fromkeys((served, facts.model, facts.name) if served else (facts.model, facts.name)))
 
     def check_model(self, name: str | None) -> str:
-        """The name that the answer carries. Raises ModelError for a model that is not here; none given is this one."""
+        """The name that the answer carries. Raises UnknownModel for one that is not here; none given is this one."""
         names = self.model_names
         if name is None or name in names or name in ("", "default"):
             return name if name in names else names[0]
-        raise ModelError(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
+        raise UnknownModel(f"the model {name!r} does not exist", hint=f"This server has {names[0]!r}.")
 
     def hint(self, text: str) -> None:
         """Log what may surprise a client's author, once."""

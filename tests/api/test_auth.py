@@ -13,9 +13,9 @@ from starlette.requests import Request
 
 from sidestream.api.app import create_app
 from sidestream.api.auth import Keys
+from sidestream.api.refusals import Forbidden, InvalidKey
 from sidestream.api.routes import ROUTES
 from sidestream.api.service import Service
-from sidestream.errors import Forbidden, InvalidKey
 
 KEYS, ADMIN = ("first-key", "second-key"), "admin-key"
 OPEN = {"/", "/health/live", "/health/ready", "/health", "/ready", "/v1/health", "/health_generate", "/ping", "/docs"}
