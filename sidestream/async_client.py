@@ -75,6 +75,7 @@ class AsyncEngine:
     async def _first_message(self) -> FrontendState:
         assert self._process is not None and self._channel is not None
         message = asyncio.ensure_future(self._channel.receive())
+        connected = asyncio.ensure_future(self._channel.connected())
         ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait((message, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -83,9 +84,10 @@ class AsyncEngine:
             if not message.done():
                 raise EngineDead(how_it_ended(ended.result()))
             first = message.result()
+            await asyncio.wait((connected, ended), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            message.cancel()
-            ended.cancel()
+            for task in (message, connected, ended):
+                task.cancel()
         if isinstance(first, EngineFailed):
             raise first.error
         return cast(FrontendState, first)

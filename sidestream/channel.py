@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import tempfile
+from contextlib import suppress
 from typing import Any, cast
 
 import zmq
@@ -55,7 +57,14 @@ class AskingEnd:
         self._inbound.bind(outbound)
 
     def send(self, message: Inbound) -> None:
-        self._outbound.send_multipart(wire.encode(message), copy=False)
+        """Never waits. What is said to an engine that is gone is lost: its end is noticed, and everybody who waits hears of it."""
+        with suppress(zmq.Again):
+            self._outbound.send_multipart(wire.encode(message), zmq.NOBLOCK, copy=False)
+
+    async def connected(self) -> None:
+        """Wait until the engine can be spoken to: that it was heard does not say so."""
+        while not self._outbound.poll(0, zmq.POLLOUT):
+            await asyncio.sleep(0.001)
 
     async def receive(self) -> Outbound | Any:
         frames = await self._inbound.recv_multipart(copy=False)

@@ -10,16 +10,18 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, cast
 
 import uvicorn
 
 from sidestream.api.app import create_app
+from sidestream.api.connection import LAST_WORDS_SECONDS, Connection
 from sidestream.api.service import Service, report_of
 from sidestream.async_client import AsyncEngine
 from sidestream.config import EngineConfig, ServeConfig
@@ -33,8 +35,9 @@ from sidestream.observe.tracing import open_tracing
 log = logging.getLogger("sidestream")
 
 EXIT_FAILURE, EXIT_CONFIG = 1, 78
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 BACKLOG = 2048
-LAST_WORDS_SECONDS = 5.0  # for answers under way when the server ends
+VANISHED_SECONDS = 120  # without a sign of life of a client: its connection ends
 
 
 def serve(engine_config: EngineConfig, config: ServeConfig) -> int:
@@ -42,8 +45,13 @@ def serve(engine_config: EngineConfig, config: ServeConfig) -> int:
     with log_to_stderr(engine_config.log_level, cast(LogFormat, config.log_format)):
         listener = bind(config)
         try:
-            return asyncio.run(_Server(engine_config, config, listener).run())
+            server = _Server(engine_config, config, listener)
+            for number in SIGNALS:
+                signal.signal(number, lambda *_: server.signalled())
+            return asyncio.run(server.run())
         finally:
+            for number in SIGNALS:  # the process ends
+                signal.signal(number, signal.SIG_IGN)
             listener.close()
             if config.uds is not None:
                 with suppress(FileNotFoundError):
@@ -56,12 +64,21 @@ def bind(config: ServeConfig) -> socket.socket:
         if config.uds is not None:
             return _bind_path(config.uds)
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-        return socket.create_server((config.host, config.port), family=family, backlog=BACKLOG)
+        return _noticing_who_vanishes(socket.create_server((config.host, config.port), family=family, backlog=BACKLOG))
     except OSError as error:
         where, field = (config.uds, "uds") if config.uds is not None else (f"{config.host}:{config.port}", "port")
         hint = "Another process may use it; --port 0 takes any free port." if field == "port" else None
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise ConfigError(f"{field}: {where} cannot be listened on: {reason}", hint=hint) from None
+
+
+def _noticing_who_vanishes(listener: socket.socket) -> socket.socket:
+    """Connections inherit what is set here: one ends whose client is gone, or takes nothing of what waits for it."""
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 1000 * VANISHED_SECONDS)):
+        if hasattr(socket, name):  # not on every system
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return listener
 
 
 def _bind_path(path: str) -> socket.socket:
@@ -86,14 +103,11 @@ def _answers(path: str) -> bool:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals come to us: uvicorn would stop at once, and leave with the signal's status."""
+    """Signals are ours: uvicorn would stop at once, and leave with the signal's status."""
 
-    def __init__(self, config: uvicorn.Config, on_signal: Any) -> None:
-        super().__init__(config)
-        self._on_signal = on_signal
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._on_signal()
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class _Server:
@@ -106,28 +120,33 @@ class _Server:
         metrics = Metrics(config.served_model_name or engine_config.model, compat=cast(Compat | None, config.metrics_compat))
         self._service = Service(config, self._engine, metrics, open_tracing(config.otlp_endpoint))
         self._notifier = Notifier()
+        self._loop: asyncio.AbstractEventLoop | None = None  # once it runs
         self._told = 0  # signals
         self._stop = asyncio.Event()
         self._abort = asyncio.Event()
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
+        self._heed_signals()
         settings = uvicorn.Config(
             create_app(self._service),
+            http=Connection,
+            ws="none",
             log_config=None,
+            log_level="error",  # its warnings are about clients
             access_log=False,
             lifespan="off",
             server_header=False,
-            timeout_graceful_shutdown=int(LAST_WORDS_SECONDS),
+            timeout_graceful_shutdown=int(2 * LAST_WORDS_SECONDS),  # connections end by themselves before
         )
-        server = _Uvicorn(settings, lambda: loop.call_soon_threadsafe(self._signalled))
+        server = _Uvicorn(settings)
         listening = asyncio.ensure_future(server.serve(sockets=[self._listener]))
         stopping = asyncio.ensure_future(self._stop.wait())
         status = 0
         try:
             loading = asyncio.ensure_future(self._load())
             await asyncio.wait((loading, stopping, listening), return_when=asyncio.FIRST_COMPLETED)
-            if loading.done():
+            if loading.done() and not stopping.done():
                 status = loading.result()
             else:
                 loading.cancel()
@@ -144,9 +163,15 @@ class _Server:
             await asyncio.to_thread(self._service.tracing.close)
         return status
 
-    def _signalled(self) -> None:
+    def signalled(self) -> None:
+        """A signal came, in the middle of whatever the main thread does."""
         self._told += 1
-        (self._stop if self._told == 1 else self._abort).set()
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._heed_signals)
+
+    def _heed_signals(self) -> None:
+        for event in (self._stop, self._abort)[: self._told]:
+            event.set()
 
     async def _load(self) -> int:
         """Start the engine. The exit status if it cannot: the cause is the log's last line."""
@@ -190,19 +215,19 @@ class _Server:
         return 0
 
     async def _drain(self, ended: asyncio.Future[Any]) -> None:
-        if self._service.open_requests:
+        if left := self._service.unanswered:
             seconds = self._config.shutdown_timeout
-            log.info("draining %d open requests, at most %g s; a second signal aborts them", self._service.open_requests, seconds)
+            log.info("draining %d open requests, at most %g s; a second signal aborts them", left, seconds)
             answered = asyncio.ensure_future(self._until_answered())
             aborted = asyncio.ensure_future(self._abort.wait())
             await asyncio.wait((answered, aborted, ended), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
             answered.cancel()
             aborted.cancel()
-            if left := self._service.open_requests:
+            if left := self._service.unanswered:
                 log.warning("aborting %d open requests", left)
 
     async def _until_answered(self) -> None:
-        while self._service.open_requests:
+        while self._service.unanswered:
             await asyncio.sleep(0.02)
 
     async def _tick(self) -> None:

@@ -35,12 +35,32 @@ def test_an_engine_that_ends_while_it_listens_is_heard_to_its_last_word() -> Non
     async def work() -> None:
         asking = AskingEnd()
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", ENGINE, asking.directory, stderr=subprocess.PIPE)
+        await asyncio.wait_for(asking.connected(), 20)
         for _ in range(100):
             asking.send(Abort("nobody"))
         said = [await asyncio.wait_for(asking.receive(), 20) for _ in range(100)]
         assert [report.stats["number"] for report in said if isinstance(report, Report)] == [*range(100)]
         _, errors = await asyncio.wait_for(process.communicate(), 20)
         assert (process.returncode, errors) == (3, b"")
+        asking.close()
+
+    asyncio.run(work())
+
+
+def test_speaking_to_an_engine_that_is_gone_does_not_wait() -> None:
+    """It would stop the event loop for ever, just when the engine's end has to be noticed."""
+
+    async def work() -> None:
+        asking = AskingEnd()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", ENGINE, asking.directory)
+        await asyncio.wait_for(asking.connected(), 20)
+        asking.send(Abort("nobody"))
+        await asyncio.wait_for(asking.receive(), 20)
+        process.kill()
+        await process.wait()
+        for _ in range(100):
+            asking.send(Abort("nobody"))
+            await asyncio.sleep(0.001)
         asking.close()
 
     asyncio.run(work())

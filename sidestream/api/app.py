@@ -72,7 +72,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 class Surrounding:
-    """Around every route: the request's id, the check of its key, and the count of its answer. What is not declared open needs a key."""
+    """Around every route: the request's id, the check of its key, the count of its answer. What is not declared open needs a key."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self.app = app
@@ -105,7 +105,10 @@ class Surrounding:
         except SidestreamError as error:
             await error_response(error, id, errors)(scope, receive, counted)
             return
-        await self.app(scope, receive, counted)
+        try:
+            await self.app(scope, receive, counted)
+        finally:
+            self.service.answering -= scope["state"].get("read", False)
 
 
 def _route_of(scope: Scope) -> str:

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from sidestream.errors import ContextLengthExceeded, ModelError, SidestreamError, Unavailable
 
 TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "invalid_request_error"}
-TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error"}
+TYPES |= {405: "invalid_request_error", 413: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error"}
 RETRY_AFTER = {429: "1", 503: "2"}  # seconds
-CODES = {404: "not_found", 405: "method_not_allowed"}
+CODES = {400: "invalid_http", 404: "not_found", 405: "method_not_allowed", 431: "head_too_large"}
 
 ErrorShape = Literal["openai", "anthropic"]
 ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}

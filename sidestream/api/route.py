@@ -58,6 +58,8 @@ class Route:
     async def run(self, service: Service, request: Request, id: str) -> Response:
         """The answer. A client that leaves while it waits for one cancels the handler, which aborts what it asked the engine."""
         body = None if self.body is None else await read_body(request, self.body, service.config.max_body_size)
+        request.state.read = True
+        service.answering += 1  # until `Surrounding` has seen all of the answer
         call: Call[Any] = Call(service, request, body, id)
         if self.method == "GET":
             return await self.handler(call)

@@ -38,6 +38,7 @@ class Service:
         self.loaded = False
         self.draining = False
         self.failure: str | None = None
+        self.answering = 0  # requests that were read and whose answer was not sent to its end
         self.weights = Weights(engine.config.model, "default")
         self._engine = engine
         self._hints: set[str] = set()
@@ -75,6 +76,11 @@ class Service:
     @property
     def open_requests(self) -> int:
         return len(self._engine.router.prompts) if self.loaded else 0
+
+    @property
+    def unanswered(self) -> int:
+        """Requests that the server owes an answer, or the rest of one."""
+        return max(self.open_requests, self.answering)
 
     @property
     def silent_seconds(self) -> float:

@@ -78,7 +78,7 @@ class ChatTemplate:
         text = self._render(chat, tools=tool_list, add_generation_prompt=add_generation_prompt, **variables)
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _render(self, chat: list[dict[str, Any]], **variables: Any) -> str:
+    def _render(self, chat: list[dict[str, Any]], /, **variables: Any) -> str:
         assert self._template is not None
         try:
             return self._template.render({**self._variables, "documents": None, **variables, "messages": chat})

@@ -18,7 +18,7 @@ LEFT_OUT = ("/update_weights_from_disk",)
 # A good body may be refused: its model is not there, two of its fields exclude each other, it is longer than the context.
 UNCHECKED = "positive_data_acceptance"
 EXAMPLES = 15  # of each route
-SECONDS = 180  # at most, for all
+SECONDS = 120  # at most, for all
 
 
 def check_every_route() -> None:
