@@ -38,6 +38,7 @@ def locked(server: Any, chat_model: Path) -> Iterator[Any]:
     made = type(server)(chat_model, "--dtype", "float32", "--kv-tokens", "4096", "--admin-api-key", ADMIN, *keys)
     yield made
     made.stop()
+    made.close()
 
 
 def bearer(key: str) -> dict[str, str]:
