@@ -157,8 +157,12 @@ class EngineLoop:
             self.submit(message)
 
     def answer_questions(self) -> None:
+        if not self.questions:
+            return
         for message in self.questions.answer(self):
             self.take(message)
+        if not self.requests:  # the cache may have changed
+            self._report(time.perf_counter())
 
     def submit(self, message: Submit) -> None:
         limits, sampling = self.limits, message.sampling
@@ -198,6 +202,8 @@ class EngineLoop:
             else:
                 self._finish(request, "abort", step)
         self._emit(step)
+        if step.finished and not self.requests:  # no step comes that would tell
+            self._report(time.perf_counter())
 
     def fill_masks(self, batch: Batch) -> Masks:
         """Packed grammar masks of the sampled rows; all ones where a row has no grammar. [sampled, ceil(vocabulary/32)]."""
@@ -237,8 +243,11 @@ class EngineLoop:
         now = time.perf_counter()
         self.seconds["process"] += now - started
         if now - self._reported >= REPORT_SECONDS or not self.requests:
-            self._reported = now
-            self.emit(Report(stats(self)))
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        self._reported = now
+        self.emit(Report(stats(self)))
 
     def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
         """Give a live request what the step computed for it."""
