@@ -92,17 +92,18 @@ class Connection:
         if rest:
             raise asyncio.IncompleteReadError(rest, None)
 
-    def leave(self, *, abruptly: bool = False) -> None:
+    async def leave(self, *, abruptly: bool = False) -> None:
         """Close. `abruptly`: with a reset, whatever is under way."""
-        if abruptly:
+        if abruptly and not self.writer.is_closing():
             self.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.writer.transport.abort() if abruptly else self.writer.close()
+        self.writer.transport.abort()
+        await asyncio.sleep(0)  # it is closed in the loop's next round
 
     async def __aenter__(self) -> Connection:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.leave()
+        await self.leave()
 
 
 def request(method: str, path: str, body: Any = None, **headers: str) -> bytes:

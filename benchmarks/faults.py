@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 REST_SECONDS = 20.0  # until an idle server has taken its pages back
 LIFE_SECONDS = 2.0  # a process outlives its partner by this at most
 MEMORY_GROWTH = 48 * 2**20  # of the API process, over all disconnects
-NOISE = re.compile(r"Traceback|ResourceWarning|never awaited|never retrieved|was destroyed|Exception in|Unclosed")
+DEBUG = {"PYTHONDEVMODE": "1"}  # of a server: what is left over is told of
+NOISE = re.compile(r"Traceback|ResourceWarning|never awaited|never retrieved|was destroyed|Exception in|Unclosed|Assertion failed")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Scale:
     streams: int = 16  # beside what goes wrong
     tokens: int = 64  # of an answer
     endless: int = 4000  # tokens of a request that is to be open when something happens
+    choices: int = 1  # of such a request
     slow: int = 4
     unread_choices: int = 8  # of a stream that nobody reads: what waits must pass the bound
     layers: int = 31  # whose rows it asks for
@@ -59,6 +62,7 @@ QUICK = Scale(
     streams=6,
     tokens=24,
     endless=450,
+    choices=8,
     slow=2,
     unread_choices=16,
     layers=5,
@@ -85,7 +89,7 @@ class Running(Protocol):
     def stop(self, number: int = ...) -> int: ...
 
 
-Start = Callable[..., Running]  # takes flags, `wait=False` for not until it is ready
+Start = Callable[..., Running]  # takes flags, `environ` besides the own, and `wait=False` for not until it is ready
 
 
 @dataclass
@@ -128,16 +132,17 @@ def generate(place: int, tokens: int, *, stream: bool = True, **fields: Any) -> 
     return {"text": f"Once upon a time there was client {place}, who", "sampling_params": sampling, "stream": stream, **fields}
 
 
-def mixed(place: int, tokens: int) -> tuple[str, dict[str, Any]]:
+def mixed(place: int, tokens: int, choices: int = 1) -> tuple[str, dict[str, Any]]:
     """Route and body: streamed and not, native and OpenAI's, with outputs and without."""
     text, stream = f"Once upon a time there was client {place}, who", place % 2 == 0
-    common = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": stream}
+    common = {"max_tokens": tokens, "temperature": 0.0, "ignore_eos": True, "stream": stream, "n": choices}
+    own: dict[str, Any] = {"stream": stream, "sampling_params": {"n": choices}}
     bodies = (
-        ("/generate", generate(place, tokens, stream=stream)),
-        ("/v1/completions", {"prompt": text, **common, "n": 2, "logprobs": 2}),
-        ("/generate", generate(place, tokens, stream=stream, return_hidden_states=True, hidden_states_format="base64")),
+        ("/generate", generate(place, tokens, **own)),
+        ("/v1/completions", {"prompt": text, **common, "logprobs": 2}),
+        ("/generate", generate(place, tokens, **own, return_hidden_states=True, hidden_states_format="base64")),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}], **common}),
-        ("/generate", generate(place, tokens, stream=stream, return_hidden_states="last", top_logprobs_num=3)),
+        ("/generate", generate(place, tokens, **own, return_hidden_states="last", top_logprobs_num=3)),
     )
     return bodies[place // 2 % len(bodies)]
 
@@ -168,11 +173,16 @@ async def neighbours(url: str, tally: Tally, count: int, tokens: int) -> AsyncIt
 async def under_load(url: str, scale: Scale, *, tokens: int) -> list[asyncio.Task[Outcome]]:
     """Open requests, streamed and not, of which most have begun to be answered."""
     seen = [asyncio.Event() for _ in range(scale.streams)]
-    streams = [asyncio.create_task(ask(url, "/generate", generate(place, tokens), seen=each)) for place, each in enumerate(seen)]
+    bodies = [generate(place, tokens, sampling_params={"n": scale.choices}) for place in range(scale.streams)]
+    streams = [asyncio.create_task(ask(url, "/generate", body, seen=each)) for body, each in zip(bodies, seen, strict=True)]
     await asyncio.wait([asyncio.create_task(each.wait()) for each in seen[: len(seen) // 2]])
-    rest = [mixed(place, tokens) for place in range(scale.streams, 2 * scale.streams)]
+    rest = [mixed(place, tokens, scale.choices) for place in range(scale.streams, 2 * scale.streams)]
     streams += [asyncio.create_task(ask(url, path, body)) for path, body in rest]
-    await asyncio.sleep(0.2)
+
+    async def all_open() -> bool:
+        return bool((await stats(url))["requests"] >= len(streams) * scale.choices)
+
+    await until(all_open, 30)
     return streams
 
 
@@ -187,8 +197,6 @@ async def get(url: str, path: str) -> tuple[int, bytes]:
 
 
 async def stats(url: str) -> dict[str, Any]:
-    import json
-
     status, body = await get(url, "/server_info")
     assert status == 200, body
     return dict(json.loads(body)["stats"])
@@ -218,7 +226,7 @@ async def rest(server: Running, tally: Tally) -> None:
 
 
 async def ended(server: Running, tally: Tally, status: int, number: int = signal.SIGTERM) -> None:
-    log, got = server.log, None
+    got = None
     if server.process.poll() is None:
         server.process.send_signal(number)
     try:
@@ -266,13 +274,13 @@ async def leave_somewhere(url: str, path: str, body: dict[str, Any], chance: ran
         elif how:
             await asyncio.sleep(chance.random() * 0.5)
     finally:
-        connection.leave(abruptly=chance.random() < 0.5)
+        await connection.leave(abruptly=chance.random() < 0.5)
     return Outcome("left")
 
 
 async def disconnects(start: Start, scale: Scale) -> Tally:
     """Of many clients at once, a third leave at some moment."""
-    server, tally, chance = start(), Tally(), random.Random(1)
+    server, tally, chance = start(environ=DEBUG), Tally(), random.Random(1)
     wanted = await alone(server.url, 8, scale.tokens)
 
     async def client(place: int) -> None:
@@ -291,7 +299,7 @@ async def disconnects(start: Start, scale: Scale) -> Tally:
 
 async def malformed_bodies(start: Start, scale: Scale) -> Tally:
     """Each is refused with the error object, and streams beside them stay as they are."""
-    server, tally = start(), Tally()
+    server, tally = start(environ=DEBUG), Tally()
     kinds: Counter[str] = Counter()
     bodies = malformed(scale.bodies, routes=tuple(route for route in ROUTES))
 
@@ -314,7 +322,7 @@ async def malformed_bodies(start: Start, scale: Scale) -> Tally:
 
 async def slow_readers(start: Start, scale: Scale) -> Tally:
     """One that reads nothing loses its request, one that reads slowly gets all of it, and the others notice neither."""
-    server, tally = start(), Tally()
+    server, tally = start(environ=DEBUG), Tally()
     unread = generate(
         100,
         scale.endless,
@@ -353,7 +361,7 @@ async def slow_readers(start: Start, scale: Scale) -> Tally:
 
 async def memory_growth(start: Start, scale: Scale) -> Tally:
     """Clients that leave cost no memory afterwards."""
-    server, tally, chance = start(), Tally(), random.Random(2)
+    server, tally, chance = start(environ=DEBUG), Tally(), random.Random(2)
 
     async def round(count: int) -> int:
         for first in range(0, count, 25):
@@ -375,7 +383,7 @@ async def memory_growth(start: Start, scale: Scale) -> Tally:
 
 async def half_open(start: Start, scale: Scale) -> Tally:
     """Connections that say nothing, or half of something, keep nobody waiting, at the end neither."""
-    server, tally = start(), Tally()
+    server, tally = start(environ=DEBUG), Tally()
     asked = request("POST", "/generate", generate(0, scale.tokens))
     words = (b"", b"POST /gen", asked[: asked.index(b"\r\n\r\n")], asked[:-10])
     silent = [await Connection.open(server.url) for _ in range(scale.idle)]
@@ -386,10 +394,10 @@ async def half_open(start: Start, scale: Scale) -> Tally:
     for place in range(4):
         tally.add(await ask(server.url, "/generate", generate(place, scale.tokens)), "answered", wanted=wanted[place])
     for connection in silent[::2]:
-        connection.leave(abruptly=True)
+        await connection.leave(abruptly=True)
     await rest(server, tally)
     for connection in silent:
-        connection.leave()
+        await connection.leave()
     return tally
 
 
@@ -425,7 +433,7 @@ async def header_floods(start: Start, scale: Scale) -> Tally:
 
 async def pipelined(start: Start, scale: Scale) -> Tally:
     """Requests that follow each other on a connection without waiting are answered in order."""
-    server, tally = start(), Tally()
+    server, tally = start(environ=DEBUG), Tally()
     wanted = await alone(server.url, 4, scale.tokens)
     asked = [request("POST", "/generate", generate(place, scale.tokens, stream=place % 2 == 0)) for place in range(4)]
     async with await Connection.open(server.url) as connection:
@@ -440,7 +448,7 @@ async def pipelined(start: Start, scale: Scale) -> Tally:
         connection = await Connection.open(server.url)
         await connection.send(request("POST", "/generate", generate(9, scale.endless)) + asked[0] + asked[1])
         await connection.head()
-        connection.leave(abruptly=abruptly)
+        await connection.leave(abruptly=abruptly)
         tally.add(Outcome("left"), "left")
     await rest(server, tally)
     return tally
@@ -520,7 +528,7 @@ async def full_queue(start: Start, scale: Scale) -> Tally:
 
 async def abort_queued(start: Start, scale: Scale) -> Tally:
     """A request that waits, and one that runs, end by their ids, each with one terminal answer."""
-    server, tally = start("--max-running-requests", "1"), Tally()
+    server, tally = start("--max-running-requests", "1", environ=DEBUG), Tally()
     rids = [f"request-{place}" for place in range(6)]
     seen = asyncio.Event()
     first = asyncio.create_task(ask(server.url, "/generate", generate(0, scale.endless, rid=rids[0]), seen=seen))
@@ -537,7 +545,8 @@ async def abort_queued(start: Start, scale: Scale) -> Tally:
             await connection.ask("POST", "/abort_request", {"rid": rid})
             tally.expect((await connection.head()).status == 200, f"{rid} cannot be aborted")
     for outcome in await asyncio.gather(first, *waiting):
-        tally.add(outcome, "aborted")
+        tally.add(outcome, "aborted", "answered")
+    tally.expect(tally.counts["aborted"] + tally.counts["499 aborted"] >= 5, "requests that waited were not aborted")
     await rest(server, tally)
     return tally
 
@@ -581,7 +590,7 @@ async def engine_killed(start: Start, scale: Scale) -> Tally:
     tally.notes["answered after"] = f"{answered:.2f} s"
     tally.notes["ended after"] = f"{time.monotonic() - killed:.2f} s"
     tally.expect(time.monotonic() - killed < LIFE_SECONDS, f"the server lived on for {time.monotonic() - killed:.1f} s")
-    unread.leave()
+    await unread.leave()
     return tally
 
 
@@ -606,7 +615,7 @@ async def server_killed(start: Start, scale: Scale) -> Tally:
 
 async def terminated(start: Start, scale: Scale) -> Tally:
     """SIGTERM under load: what is open is answered, what comes is refused, the exit status is 0."""
-    server, tally = start(), Tally()
+    server, tally = start(environ=DEBUG), Tally()
     open_requests = await under_load(server.url, scale, tokens=scale.tokens * 2)
     server.process.terminate()
     told = time.monotonic()
@@ -622,7 +631,7 @@ async def terminated(start: Start, scale: Scale) -> Tally:
 
 async def terminated_twice(start: Start, scale: Scale) -> Tally:
     """A second SIGTERM aborts: every client hears of it, also where another one reads nothing."""
-    server, tally = start("--max-running-requests", str(scale.streams)), Tally()
+    server, tally = start("--max-running-requests", str(scale.streams), environ=DEBUG), Tally()
     engine = server.engine_pid
     unread = await stuck_reader(server.url, scale)
     open_requests = await under_load(server.url, scale, tokens=scale.endless)
@@ -632,11 +641,12 @@ async def terminated_twice(start: Start, scale: Scale) -> Tally:
     server.process.terminate()
     told = time.monotonic()
     for outcome in await asyncio.gather(*open_requests):
-        tally.add(outcome, "aborted", "engine_error", "draining")
+        tally.add(outcome, "aborted", "engine_error", "answered")
+    tally.expect(tally.counts["answered"] < len(open_requests), "the second signal aborted nothing")
     await ended(server, tally, 0, 0)
     tally.expect(not alive(engine), "the engine's process lives on")
     tally.notes["ended after"] = f"{time.monotonic() - told:.2f} s"
-    unread.leave()
+    await unread.leave()
     return tally
 
 
@@ -704,10 +714,10 @@ SCENARIOS: dict[str, Scenario] = {
 class Server:
     """`sidestream serve` in a process of its own."""
 
-    def __init__(self, model: str, *flags: str, wait: bool = True) -> None:
+    def __init__(self, model: str, *flags: str, environ: Mapping[str, str] | None = None, wait: bool = True) -> None:
         self._log = tempfile.NamedTemporaryFile("w+", prefix="faults-", suffix=".log")  # noqa: SIM115
-        command = [sys.executable, "-X", "dev", "-m", "sidestream", "serve", model, "--port", "0", *flags]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._log, stderr=self._log)
+        command = [sys.executable, "-m", "sidestream", "serve", model, "--port", "0", *flags]
+        self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environ or {})}, stdout=self._log, stderr=self._log)
         self.url = ""
         while wait and not (found := re.search(r"ready +(http://\S+)", self.log)):
             if self.process.poll() is not None:
@@ -740,8 +750,8 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in options.scenarios or SCENARIOS:
         servers: list[Server] = []
 
-        def start(*flags: str, wait: bool = True, servers: list[Server] = servers) -> Server:
-            servers.append(Server(options.model, *flags, wait=wait))
+        def start(*flags: str, servers: list[Server] = servers, **how: Any) -> Server:
+            servers.append(Server(options.model, *flags, **how))
             return servers[-1]
 
         began = time.monotonic()

@@ -105,7 +105,7 @@ def _wrong_value(chance: random.Random, route: Route) -> bytes:
 
 
 def _huge_number(chance: random.Random, route: Route) -> bytes:
-    number = chance.choice([b"1e400", b"-1e999", b"9" * 400, b"1" + b"0" * 5000, b"-" + b"9" * 30])
+    number = chance.choice([b"1e400", b"-1e999", b"1" + b"0" * 5000, b"-" + b"9" * 30])  # large ones are fine: the context ends it
     return _written(route.valid).replace(b" 4", b" " + number)
 
 

@@ -282,8 +282,8 @@ def check_not_aborted(output: Output) -> None:
 
 def fingerprint(service: Service) -> str:
     """Changes when the same request may get other numbers."""
-    facts, updates = service.engine.facts, report_of(service.engine).get("weight_version", 0)
-    return _digest(facts.name, facts.dtype, facts.backend, facts.device, service.engine.config.quantization, *service.weights, updates)
+    facts, updates = service.any_engine.facts, report_of(service.any_engine).get("weight_version", 0)
+    return _digest(facts.name, facts.dtype, facts.backend, facts.device, service.any_engine.config.quantization, *service.weights, updates)
 
 
 @cache

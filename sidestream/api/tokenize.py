@@ -95,7 +95,7 @@ async def tokenize(call: Call[Tokenize]) -> Response:
     written = [[tokenizer.backend.id_to_token(token) or "" for token in ids] for ids in lists] if body.return_token_strs else None
     answer = TokenizeAnswer(
         count=[len(ids) for ids in lists] if listed else len(tokens),
-        max_model_len=service.engine.context_length,
+        max_model_len=service.any_engine.context_length,
         tokens=list(tokens),
         token_strs=None if written is None else [*written] if listed else [*written[0]],
     )
