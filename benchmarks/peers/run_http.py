@@ -1,6 +1,6 @@
 """32 requests at once over HTTP, streaming: our server against others' and against our own engine without a server, in turn.
 
-python http.py [--peers NAME,NAME] [--rounds N] [--work DIR] [--format FORMAT]; run install.py first, and nothing beside it. The load is
+python run_http.py [--peers NAME,NAME] [--rounds N] [--work DIR] [--format FORMAT]; run install.py first, and nothing beside it. The load is
 `sidestream bench serve`: 32 prompts of 128 distinct random tokens, 128 new tokens each, greedy.
 """
 
