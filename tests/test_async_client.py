@@ -20,7 +20,7 @@ from sidestream.async_stream import Mailbox
 from sidestream.errors import ContextLengthExceeded
 from sidestream.messages import Inbound, Submit
 
-OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 4096, "log_level": "error"}
+OPTIONS: dict[str, Any] = {"dtype": "bfloat16", "kv_tokens": 4096, "log_level": "error", "threads": 1}  # beside other tests
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
 

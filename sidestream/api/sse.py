@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -12,7 +13,9 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sidestream.api.errors import error_event
+from sidestream.api.errors import described, error_event
+
+log = logging.getLogger("sidestream")
 
 KEEP_ALIVE_SECONDS = 15.0  # without a word before a comment says that the connection lives
 PIECE_BYTES = 256 * 1024  # of a large body: others get their turn between two
@@ -63,6 +66,8 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
                 self._sent = time.monotonic()
         except Exception as error:
+            if described(error)[0] >= 500:
+                log.warning("%s the stream ended: %s", self._id, " ".join(str(error).split()))
             await send({"type": "http.response.body", "body": event(error_event(error, self._id)), "more_body": True})
         finally:
             close = getattr(self._events, "aclose", None)

@@ -109,7 +109,7 @@ def test_items_share_the_querys_cache(server: Any) -> None:
         ({"query": [1], "items": "a", "label_token_ids": [3]}, "items.0", "must be token ids like the query"),
         ({"items": ["a", [1]], "label_token_ids": [3]}, "items.1", "must be a text"),
         ({"items": ["a", ""], "label_token_ids": [3]}, "items.1", "empty prompt"),
-        ({"query": [5] * 512, "items": [[1]], "label_token_ids": [3]}, "items", "maximum context length is 512"),
+        ({"query": [5] * 512, "items": [[1]], "label_token_ids": [3]}, "items.0", "maximum context length is 512"),
         ({"items": "a", "label_token_ids": [3], "temperature": 0.5}, "temperature", "without apply_softmax"),
         ({"items": "a", "label_token_ids": [3], "apply_softmax": True, "temperature": 0}, "temperature", "got 0"),
         ({"text_1": "a", "text_2": "b"}, "text_1", "Use query."),
