@@ -197,13 +197,14 @@ async def _streamed(connection: Connection, head: Head, seen: asyncio.Event | No
 
 
 def _error(outcome: Outcome, value: Any) -> Outcome:
-    """Check the error object."""
+    """Check the error object: OpenAI's, or Anthropic's on its routes."""
     error = value.get("error") if isinstance(value, dict) else None
-    if not isinstance(error, dict) or not {"message", "type", "param", "code"} <= error.keys() or not error["message"]:
+    has = {"message", "type"} if isinstance(value, dict) and value.get("type") == "error" else {"message", "type", "param", "code"}
+    if not isinstance(error, dict) or not has <= error.keys() or not error["message"]:
         return Outcome("wrong", outcome.status, f"not the error object: {str(value)[:200]}")
     if outcome.status in (429, 503) and "retry-after" not in outcome.headers:
         return Outcome("wrong", outcome.status, "without Retry-After")
-    outcome.kind, outcome.why = error["code"] or error["type"], error["message"]
+    outcome.kind, outcome.why = error.get("code") or error["type"], error["message"]
     return outcome
 
 

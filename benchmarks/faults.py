@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clients import Connection, Outcome, answer_of, ask, request, whole
-from malformed import ROUTES, malformed
+from malformed import malformed
 
 ROOT = Path(__file__).resolve().parent.parent
 REST_SECONDS = 20.0  # until an idle server has taken its pages back
@@ -301,7 +301,7 @@ async def malformed_bodies(start: Start, scale: Scale) -> Tally:
     """Each is refused with the error object, and streams beside them stay as they are."""
     server, tally = start(environ=DEBUG), Tally()
     kinds: Counter[str] = Counter()
-    bodies = malformed(scale.bodies, routes=tuple(route for route in ROUTES))
+    bodies = malformed(scale.bodies)
 
     async def client() -> None:
         for body in bodies:

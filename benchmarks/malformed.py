@@ -47,9 +47,10 @@ def _routes() -> tuple[Route, ...]:
         "top_logprobs_num": [-1, 101, 10**30, 1.5, "5", []],
         "token_ids_logprob": [[-1], [10**9], "x", [1.5], [None]],
     }
-    native = {f"sampling_params.{name}": values for name, values in (shared | {"max_new_tokens": counts}).items()}
+    most: list[Any] = [value for value in counts if value != 10**30]  # the context ends it: any number of tokens may be asked for
+    native = {f"sampling_params.{name}": values for name, values in (shared | {"max_new_tokens": most}).items()}
     native |= {"text": texts, "input_ids": ids, "stream": [1, "yes", [], {}], "rid": [5, [], {}, ""], "sampling_params": [5, "x", [], [5]]}
-    openai = {**shared, "max_tokens": counts, "model": [5, [], {}, "no such model"], "stream": [1, "yes", [], {}]}
+    openai = {**shared, "max_tokens": most, "model": [5, [], {}, "no such model"], "stream": [1, "yes", [], {}]}
     prompt: list[Any] = ["", 5, {}, [], [-1], [10**9], [10**40], [1.5], [None], [[]], [["a"]]]
     message: list[Any] = [5, "x", {}, [], [5], [{}], [{"role": "user"}], [{"role": 5, "content": "a"}], [{"role": "user", "content": 5}]]
     return (
@@ -59,6 +60,20 @@ def _routes() -> tuple[Route, ...]:
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
             {**openai, **outputs, "messages": message},
+        ),
+        Route(
+            "/v1/messages",
+            {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
+            {"messages": message, "max_tokens": most, "system": [5, {}, [5]], "stop_sequences": [5, "x", [5]], "temperature": numbers},
+        ),
+        Route("/v1/responses", {"input": TEXT, "max_output_tokens": 4}, {"input": [5, {}, [5], [{}]], "max_output_tokens": most}),
+        Route(
+            "/v1/embeddings", {"input": TEXT, "dimensions": 4}, {"input": [*prompt, ["a", 5]], "dimensions": [0, *counts], "layer": [1000]}
+        ),
+        Route(
+            "/v1/score",
+            {"query": TEXT, "items": [TEXT], "label_token_ids": [3, 4]},
+            {"query": [5, {}, [-1]], "items": [5, {}, [5.5], [{}]], "label_token_ids": [[], [-1], [10**9], ["a"], 5]},
         ),
     )
 
@@ -170,7 +185,7 @@ def _bad_text(chance: random.Random, route: Route) -> bytes:
 
 
 def _lacking(chance: random.Random, route: Route) -> bytes:
-    return _written({name: value for name, value in route.valid.items() if name not in ("text", "prompt", "messages")})
+    return _written({name: value for name, value in route.valid.items() if name not in ("text", "prompt", "messages", "input", "items")})
 
 
 _KINDS: dict[str, Callable[[random.Random, Route], bytes | tuple[str, bytes]]] = {
