@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -46,7 +47,12 @@ class Server:
         self.log = work / "logs" / f"http-{name}.log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, "--port", port], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | dict(environment or {})
+                [*command, "--port", port],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | dict(environment or {}),
+                start_new_session=True,
             )
         deadline = time.monotonic() + START_SECONDS
         while not self._is_ready():
@@ -54,6 +60,11 @@ class Server:
                 self.close()
                 raise RuntimeError(f"{name} did not start; {self.log} says why")
             time.sleep(0.1)
+        self._signal(signal.SIGSTOP)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To all of its processes. One whose turn it is not is stopped: some wait for work by spinning, which would slow the others."""
+        os.killpg(self.process.pid, number)
 
     def _is_ready(self) -> bool:
         with suppress(OSError):
@@ -64,7 +75,11 @@ class Server:
     def rate(self, seed: int) -> float:
         """Output tokens per second of one load."""
         command = [sys.executable, "-m", "sidestream", "bench", "serve", "--url", self.url, "--seed", str(seed), *LOAD]
-        told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        self._signal(signal.SIGCONT)
+        try:
+            told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        finally:
+            self._signal(signal.SIGSTOP)
         return float(told["output_tokens_per_second"])
 
     def __enter__(self) -> Server:
@@ -74,6 +89,8 @@ class Server:
         self.close()
 
     def close(self) -> None:
+        with suppress(ProcessLookupError):
+            self._signal(signal.SIGCONT)
         self.process.terminate()
         try:
             self.process.wait(30)
