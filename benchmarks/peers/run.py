@@ -8,9 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -51,6 +53,25 @@ ROWS = (
 )
 
 
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stop the process and its children until their turn comes: some wait for work by spinning, which would slow whoever has the turn."""
+    os.killpg(process.pid, signal.SIGSTOP)
+
+
+def resume(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGCONT)
+
+
+@contextmanager
+def turn(process: subprocess.Popen[str]) -> Iterator[None]:
+    """The turn of a stopped process, which must lead a group of its own (`start_new_session`)."""
+    resume(process)
+    try:
+        yield
+    finally:
+        stop(process)
+
+
 class Driver:
     """A driver's process. Its engine stays up, and runs a case when it is told."""
 
@@ -60,19 +81,23 @@ class Driver:
         command = [str(python_of(work, name)), str(HERE / f"peer_{name}.py"), "--format", format]
         command += ["--work", str(work), "--threads", str(threads), "--stdin"]
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
         try:
             self.version = self._answer()["version"]
         except BaseException:
             self.close()
             raise
+        stop(self.process)
 
     def run(self, case: str, seed: int) -> dict[str, dict[str, float]]:
         """The numbers of each workload of the case, by its title."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{case} {seed}\n")
-        self.process.stdin.flush()
-        works: dict[str, dict[str, float]] = self._answer()["works"]
+        with turn(self.process):
+            self.process.stdin.write(f"{case} {seed}\n")
+            self.process.stdin.flush()
+            works: dict[str, dict[str, float]] = self._answer()["works"]
         return works
 
     def _answer(self) -> dict[str, Any]:
@@ -92,6 +117,8 @@ class Driver:
     def close(self) -> None:
         """The engine ends with its driver's standard input."""
         assert self.process.stdin is not None and self.process.stdout is not None
+        with suppress(ProcessLookupError):
+            resume(self.process)
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:

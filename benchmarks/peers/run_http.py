@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from install import FORMATS, checkpoint, gguf_file
 from peer_llamacpp import SLOT_TOKENS, SLOTS
 from peer_vllm import environment as vllm_environment
 from protocol import DEFAULT_WORK, python_of
-from run import LEAST_ROUNDS, Driver, at_least_three
+from run import LEAST_ROUNDS, Driver, at_least_three, resume, stop, turn
 
 from sidestream.bench.machine import processor
 from sidestream.bench.spread import Spread, ratios
@@ -52,6 +51,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 env=os.environ | dict(environment or {}),
+                text=True,
                 start_new_session=True,
             )
         deadline = time.monotonic() + START_SECONDS
@@ -60,11 +60,7 @@ class Server:
                 self.close()
                 raise RuntimeError(f"{name} did not start; {self.log} says why")
             time.sleep(0.1)
-        self._signal(signal.SIGSTOP)
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To all of its processes. One whose turn it is not is stopped: some wait for work by spinning, which would slow the others."""
-        os.killpg(self.process.pid, number)
+        stop(self.process)
 
     def _is_ready(self) -> bool:
         with suppress(OSError):
@@ -75,11 +71,8 @@ class Server:
     def rate(self, seed: int) -> float:
         """Output tokens per second of one load."""
         command = [sys.executable, "-m", "sidestream", "bench", "serve", "--url", self.url, "--seed", str(seed), *LOAD]
-        self._signal(signal.SIGCONT)
-        try:
+        with turn(self.process):
             told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        finally:
-            self._signal(signal.SIGSTOP)
         return float(told["output_tokens_per_second"])
 
     def __enter__(self) -> Server:
@@ -90,7 +83,7 @@ class Server:
 
     def close(self) -> None:
         with suppress(ProcessLookupError):
-            self._signal(signal.SIGCONT)
+            resume(self.process)
         self.process.terminate()
         try:
             self.process.wait(30)
