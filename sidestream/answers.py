@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from sidestream.errors import EngineDead
-from sidestream.messages import Finish, HiddenRows, LogprobRows, Rows, StepOutputs
+from sidestream.messages import Finish, Grammar, HiddenRows, LogprobRows, Rows, StepOutputs
 from sidestream.output import HiddenStates, Logprobs, Output, Timing
 from sidestream.params import OutputPlan, SamplingParams
 from sidestream.text.detokenizer import OutputText
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 class Delta(NamedTuple):
     """What one step brought for one choice."""
 
-    token: int | None
+    tokens: tuple[int, ...]
     rows: Rows | None
     finish: Finish | None
+
+
+NOTHING = Delta((), None, None)
 
 
 class Mailbox(Protocol):
@@ -47,6 +50,7 @@ class Prompt:
     tokenizer: Tokenizer
     events: Mailbox  # of the call; None in it: its stream was closed
     choices: list[Choice] = field(default_factory=list)
+    grammar: Grammar | None = None
     cached_tokens: int = 0
     asked_at: float = field(default_factory=time.monotonic)
     admitted_at: float | None = None
@@ -69,10 +73,9 @@ class Choice:
         self._first_token_at: float | None = None
 
     def take(self, delta: Delta) -> None:
-        if delta.token is not None:
-            if self._first_token_at is None:
-                self._first_token_at = time.monotonic()
-            self.token_ids.append(delta.token)
+        if delta.tokens and self._first_token_at is None:
+            self._first_token_at = time.monotonic()
+        self.token_ids += delta.tokens
         if delta.rows is not None:
             self.rows.append(delta.rows)
         self.finish = delta.finish
@@ -152,8 +155,7 @@ class StreamedChoice(Choice):
         """Take one step; the new part of the answer if there is anything to show."""
         self.take(delta)
         finish, text = delta.finish, self._unsent_text
-        if delta.token is not None and not (finish and finish.stop_token):
-            text += self._text.feed((delta.token,))
+        text += self._text.feed(delta.tokens[:-1] if finish and finish.stop_token else delta.tokens)
         if finish:
             text += self._text.finish(stop_offset=finish.stop_offset)
         released = len(self.token_ids) - (0 if finish else self._text.held_tokens)
@@ -173,6 +175,11 @@ class StreamedChoice(Choice):
             self.prompt.choices[0].rows.clear()
         while self._unsent and (before is None or _position_after(self._unsent[0]) <= before):
             released.append(self._unsent.pop(0))
+        if self._unsent and before is not None:
+            shown, held = _cut(self._unsent[0], before)
+            if shown is not None:
+                released.append(shown)
+                self._unsent[0] = held
         return released
 
 
@@ -183,6 +190,39 @@ def _position_after(rows: Rows) -> int:
     if rows.hidden is not None:
         return rows.hidden.position + rows.hidden.shape[0] + 1  # the row at p came with token p+1
     return 0
+
+
+def _cut(rows: Rows, before: int) -> tuple[Rows | None, Rows]:
+    """A step's rows that belong to tokens before a position, and the others: a step may bring several tokens."""
+    logprobs, hidden = rows.output_logprobs, rows.hidden
+    shown_logprobs, held_logprobs = (None, None) if logprobs is None else _parts(logprobs, before - logprobs.position)
+    shown_hidden, held_hidden = (None, None) if hidden is None else _hidden_parts(hidden, before - 1 - hidden.position)
+    if shown_logprobs is None and shown_hidden is None:
+        return None, rows
+    return Rows(rows.input_logprobs, shown_logprobs, shown_hidden), Rows(None, held_logprobs, held_hidden)
+
+
+def _parts(rows: LogprobRows, count: int) -> tuple[LogprobRows | None, LogprobRows | None]:
+    """The first `count` rows, and the others."""
+
+    def part(chosen: slice, position: int) -> LogprobRows | None:
+        made = LogprobRows(position, *(None if values is None else values[chosen] for values in rows[1:]))  # type: ignore[arg-type]
+        return made if len(made.chosen) else None
+
+    count = min(max(count, 0), len(rows.chosen))
+    return part(slice(0, count), rows.position), part(slice(count, None), rows.position + count)
+
+
+def _hidden_parts(rows: HiddenRows, count: int) -> tuple[HiddenRows | None, HiddenRows | None]:
+    number, layers, hidden = rows.shape
+    count = min(max(count, 0), number)
+    size = len(rows.data) // number if number else 0
+
+    def part(first: int, last: int) -> HiddenRows | None:
+        data = rows.data[first * size : last * size]
+        return HiddenRows(rows.position + first, rows.dtype, (last - first, layers, hidden), data) if last > first else None
+
+    return part(0, count), part(count, number)
 
 
 def _of_prompt(rows: Rows, prompt_len: int) -> Rows | None:
@@ -264,9 +304,12 @@ def dead(error: BaseException) -> EngineDead:
 
 def deltas(step: StepOutputs) -> dict[int, Delta]:
     """The step's news by key."""
-    news = {key: Delta(token, None, None) for key, token in zip(step.keys, step.tokens, strict=True)}
+    news: dict[int, Delta] = {}
+    for key, token in zip(step.keys, step.tokens, strict=True):
+        tokens = (token,)
+        news[key] = Delta(news[key].tokens + tokens if key in news else tokens, None, None)
     for key, rows in step.rows.items():
-        news[key] = news.get(key, Delta(None, None, None))._replace(rows=rows)
+        news[key] = news.get(key, NOTHING)._replace(rows=rows)
     for key, finish in step.finished.items():
-        news[key] = news.get(key, Delta(None, None, None))._replace(finish=finish)
+        news[key] = news.get(key, NOTHING)._replace(finish=finish)
     return news

@@ -7,6 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -32,6 +33,7 @@ from sidestream.models.decoder import Decoder
 from sidestream.models.interpreter import Interpreter
 from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
 from sidestream.models.spec import DecoderSpec
+from sidestream.text.grammar import Grammars
 from sidestream.text.stop import StopStringMatcher
 from sidestream.text.tokenizer import Tokenizer
 
@@ -58,7 +60,7 @@ def assemble(
     emit: Callable[[Outbound], None],
     *,
     streams: Streams | None = None,
-    constraint: Callable[[Submit], Constraint | None] = lambda _: None,
+    constraint: Callable[[Submit], Constraint | None] = lambda _: None,  # in place of grammars
 ) -> Assembled:
     """Load the model and build the engine. Raises ModelError or ConfigError."""
     if log.level == logging.NOTSET:  # an application that has set a level keeps it
@@ -137,6 +139,13 @@ def _build(
             min_new_tokens=sampling.min_new_tokens,
         )
 
+    grammars = Grammars(tokenizer, spec.vocab_size, threads=torch.get_num_threads())
+
+    def constraint_of(message: Submit) -> Constraint | Future[Constraint] | None:
+        if message.grammar is None:
+            return constraint(message)
+        return grammars.constraint(message.grammar)
+
     def load(path: str) -> Interpreter:
         other = load_model(path, dtype=dtype, device=device)
         _check_same_model(other.spec, spec, path)
@@ -148,7 +157,7 @@ def _build(
         Runner(decoder, memory, streams, copies),
         copies,
         limits,
-        Factories(stop_matcher, constraint, load),
+        Factories(stop_matcher, constraint_of, grammars.fill_masks, load),
         emit=emit,
         overlap=overlap,
     )
@@ -171,7 +180,7 @@ def _build(
         kv_tokens=size.num_pages * size.page_size,
         page_size=size.page_size,
     )
-    return Assembled(loop, Frontend(facts, tokenizer, template_of(model.chat_template, tokenizer, model.name)))
+    return Assembled(loop, Frontend(facts, tokenizer, template_of(model.chat_template, tokenizer, model.name), grammars))
 
 
 def _check_same_model(spec: DecoderSpec, want: DecoderSpec, path: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from sidestream.output import Output
 from sidestream.params import SamplingParams
 from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
 from sidestream.router import Router
+from sidestream.text.grammar import MAX_SECONDS, too_slow
 from sidestream.text.tokenizer import LONG_TEXT as LONG_TEXT
 
 CLOSE_SECONDS = 10.0  # for the engine's process to end by itself
@@ -172,7 +174,7 @@ class AsyncEngine:
     def use_chat_template(self, source: str) -> None:
         """In place of the model's own. Raises ModelError if it does not parse."""
         facts, tokenizer = self.facts, self.frontend.tokenizer
-        self._frontend = Frontend(facts, tokenizer, template_of(source, tokenizer, facts.name))
+        self._frontend = replace(self.frontend, chat_template=template_of(source, tokenizer, facts.name))
 
     @property
     def tokenizer(self) -> Any:
@@ -235,6 +237,18 @@ class AsyncEngine:
     ) -> AsyncOutputStream:
         """As `Engine.stream`, to be read with `async for`; leaving it early aborts the request."""
         return AsyncOutputStream(self.stream_many([encode(self.frontend, prompt)], sampling_params, rid=rid, **outputs))
+
+    async def compile(self, sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> None:
+        """Compile the grammars of a request to come beside the event loop, where `stream` would wait for them. Raises InvalidRequest."""
+        frontend = self.frontend
+        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
+        for sampling in {id(each): each for each in given}.values():
+            grammar = frontend.grammar(sampling) if isinstance(sampling, SamplingParams) else None
+            if grammar is not None:
+                try:
+                    await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(frontend.grammars.compile(grammar))), MAX_SECONDS)
+                except asyncio.TimeoutError:
+                    raise too_slow(grammar) from None
 
     def stream_many(
         self,
@@ -300,6 +314,7 @@ class AsyncEngine:
     ) -> list[Output]:
         if not ids:
             return []
+        await self.compile(sampling_params)
         mailbox = Mailbox()
         prompts = self._prepare(ids, sampling_params, rid, outputs, Choice, mailbox)
         answers: dict[int, Output] = {}

@@ -6,7 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from sidestream.messages import Grammar
+from sidestream.params import SamplingParams
 from sidestream.text.chat_template import ChatTemplate
+from sidestream.text.grammar import Grammars
+from sidestream.text.grammar_source import grammar_of
 from sidestream.text.tokenizer import Tokenizer, TokenizerState
 
 
@@ -46,6 +50,13 @@ class Frontend:
     facts: Facts
     tokenizer: Tokenizer
     chat_template: ChatTemplate
+    grammars: Grammars
+
+    def grammar(self, sampling: SamplingParams) -> Grammar | None:
+        """What the text of a request may be. Raises InvalidRequest; what only the compiler sees, `grammars` refuses."""
+        if sampling.grammar is None and sampling.max_thinking_tokens is None:
+            return None
+        return grammar_of(sampling, None, self.tokenizer.special_tokens)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template. Raises InvalidRequest."""
@@ -57,7 +68,8 @@ class Frontend:
     @classmethod
     def from_state(cls, state: FrontendState) -> Frontend:
         tokenizer = Tokenizer.from_state(state.tokenizer)
-        return cls(state.facts, tokenizer, template_of(state.chat_template, tokenizer, state.facts.name))
+        template = template_of(state.chat_template, tokenizer, state.facts.name)
+        return cls(state.facts, tokenizer, template, Grammars(tokenizer, state.facts.vocab_size))
 
 
 def template_of(source: str | None, tokenizer: Tokenizer, model: str) -> ChatTemplate:

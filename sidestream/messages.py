@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -9,6 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.params import OutputPlan, SamplingParams
+
+
+class Thinking(NamedTuple):
+    """How a model reasons before it answers: between two texts."""
+
+    begin: str
+    end: str
+    inside: bool  # the prompt has begun it
+
+
+class Budget(NamedTuple):
+    """Most tokens of reasoning: then the text that ends it is forced."""
+
+    tokens: int
+    thinking: Thinking
+
+
+class Grammar(NamedTuple):
+    """What the text of a request may be. Equal ones are compiled once."""
+
+    field: str  # of SamplingParams, for messages
+    source: str | None  # in the compiler's form; None: any text
+    budget: Budget | None = None  # of the reasoning before it
 
 
 @dataclass(frozen=True)
@@ -22,7 +46,7 @@ class Submit:
     sampling: SamplingParams
     plan: OutputPlan
     primary: int | None = None  # key of the prompt's first choice
-    constraint: Any = None  # what the engine's constraint factory makes a grammar from
+    grammar: Grammar | None = None
 
 
 class Abort(NamedTuple):
@@ -44,7 +68,14 @@ class Stop(NamedTuple):
     """End the loop: requests still open are aborted."""
 
 
-Inbound = Submit | Abort | Ask | Stop
+class Compiled(NamedTuple):
+    """From the engine's own compiler of grammars: the one of the request `key` is ready, or wrong. Crosses no process boundary."""
+
+    key: int
+    done: Future[Any]
+
+
+Inbound = Submit | Abort | Ask | Stop | Compiled
 
 
 class LogprobRows(NamedTuple):

@@ -6,6 +6,7 @@ From that one declaration come the check of its value, its flag, its environment
 
 from __future__ import annotations
 
+import json
 import math
 import numbers
 import re
@@ -175,6 +176,17 @@ def _bias(value: Any) -> dict[int, float]:
     return bias
 
 
+def _json_text(value: Any) -> str:
+    """Of an object, or as it is: its meaning is checked where it is used."""
+    return _text(value) if isinstance(value, str) else json.dumps(_object(value), ensure_ascii=False)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError
+    return dict(value)
+
+
 def _boolean_or_last(value: Any) -> bool | str:
     return value if isinstance(value, str) and value == "last" else _boolean(value)
 
@@ -223,6 +235,7 @@ KINDS: dict[Any, Kind] = {
     str: Kind(_text, str, "a text that is not empty", "TEXT"),
     Sequence[int]: Kind(_integers, _read_integers, "a list of integers", "N,N", _joined),
     Sequence[str]: Kind(_texts, lambda text: (text,), "a text or a list of texts, none of them empty", "TEXT", _joined),
+    str | Mapping[str, Any]: Kind(_json_text, str, "a JSON object, or the text of one", "JSON"),
     Mapping[int, float]: Kind(_bias, _read_bias, "a mapping from token id to a finite number, each id once,", "ID=X,ID=X", _merged),
     bool | Literal["last"]: Kind(_boolean_or_last, _read_boolean_or_last, 'true, false or "last"', "last"),
 }

@@ -22,10 +22,15 @@ MAX_TOP_K = 2**31 - 1
 MAX_N = 128
 MAX_STOPS, MAX_STOP_CHARACTERS = 16, 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_REGEXES = 4
+MAX_GRAMMAR_BYTES = 256 * 1024
+MAX_CHOICES = 10_000
 MIN_SEED, MAX_SEED = -(2**63), 2**64 - 1
 MAX_TOP_LOGPROBS = 100
 MAX_TOKEN_IDS_LOGPROB = 1024
 MAX_HIDDEN_LAYERS = 1024
+
+GRAMMARS = ("json_schema", "regex", "ebnf", "choice", "structural_tag")  # fields of SamplingParams that say what the text may be
 
 HiddenStatesMode = bool | Literal["last"]
 
@@ -112,6 +117,10 @@ class SamplingParams(_Declared):
     stop: Annotated[
         Sequence[str], Option("End when this text appears; the text is cut before it. May be repeated.", max_items=MAX_STOPS)
     ] = ()
+    stop_regex: Annotated[
+        Sequence[str],
+        Option("End when a text that this regular expression matches appears; the text is cut before it.", max_items=MAX_STOP_REGEXES),
+    ] = ()
     stop_token_ids: Annotated[Sequence[int], Option("End when one of these tokens is produced.", low=0, max_items=MAX_STOP_TOKEN_IDS)] = ()
     ignore_eos: Annotated[bool, Option("Let the model's end-of-sequence tokens pass as ordinary tokens.")] = False
     logit_bias: Annotated[
@@ -120,6 +129,19 @@ class SamplingParams(_Declared):
     ] = field(default_factory=dict)
     allowed_token_ids: Annotated[Sequence[int] | None, Option("Only these tokens may be produced.", low=0)] = None
     bad_token_ids: Annotated[Sequence[int], Option("These tokens are never produced.", low=0)] = ()
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None,
+        Option("The text is JSON that this JSON Schema admits (draft 2020-12); {} admits all JSON."),
+    ] = None
+    regex: Annotated[str | None, Option("The whole text matches this regular expression (Rust's syntax).")] = None
+    ebnf: Annotated[str | None, Option("The text is what this grammar produces: GBNF (root ::= ...) or Lark (start: ...).")] = None
+    choice: Annotated[Sequence[str], Option("The text is one of these. May be repeated.", max_items=MAX_CHOICES)] = ()
+    structural_tag: Annotated[
+        str | Mapping[str, Any] | None,
+        Option("Free text in which what stands between a tag's begin and its end is JSON that the tag's schema admits."),
+    ] = None
+    require_reasoning: Annotated[bool, Option("The grammar begins after the model's reasoning has ended.")] = False
+    max_thinking_tokens: Annotated[int | None, Option("End the model's reasoning after that many tokens of it.", low=0)] = None
     n: Annotated[int, Option("Outputs for the prompt, each with randomness of its own.", low=1, high=MAX_N)] = 1
     seed: Annotated[int | None, Option("The same seed gives the same tokens; without one they differ.", low=MIN_SEED, high=MAX_SEED)] = None
     skip_special_tokens: Annotated[
@@ -128,7 +150,14 @@ class SamplingParams(_Declared):
 
     def __post_init__(self) -> None:
         _normalise(self)
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids"):  # sets: a repetition says nothing new
+        for name in (
+            "stop",
+            "stop_regex",
+            "stop_token_ids",
+            "allowed_token_ids",
+            "bad_token_ids",
+            "choice",
+        ):  # sets: a repetition says nothing new
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
         if self.temperature < GREEDY_BELOW:
@@ -142,11 +171,35 @@ class SamplingParams(_Declared):
             if len(text) > MAX_STOP_CHARACTERS:
                 limit = f"at most {MAX_STOP_CHARACTERS} characters"
                 raise InvalidRequest("stop", f"got a text of {len(text)} characters, must be {limit}")
+        self._check_grammar()
         for token in self.logit_bias:
             if token < 0:
                 raise InvalidRequest("logit_bias", f"got token id {token}, must be 0 or more")
         if self.allowed_token_ids is not None:
             self._check_some_token_is_left(set(self.allowed_token_ids), ())
+
+    @property
+    def grammar(self) -> str | None:
+        """The field that says what the text may be, if one does."""
+        return next((name for name in GRAMMARS if getattr(self, name)), None)
+
+    def _check_grammar(self) -> None:
+        """At most one, of a size that is compiled soon. What it says is checked by `text.grammar`. Raises InvalidRequest."""
+        given = [name for name in GRAMMARS if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidRequest(given[1], f"got one beside {given[0]}, must be at most one of {', '.join(GRAMMARS)}")
+        for name in given:
+            value = getattr(self, name)
+            size = sum(len(text.encode(errors="replace")) for text in ((value,) if isinstance(value, str) else value))
+            if size > MAX_GRAMMAR_BYTES:
+                raise InvalidRequest(name, f"got {size} bytes, must be at most {MAX_GRAMMAR_BYTES}")
+        for pattern in self.stop_regex:
+            if len(pattern) > MAX_STOP_CHARACTERS:
+                raise InvalidRequest(
+                    "stop_regex", f"got one of {len(pattern)} characters, must be at most {MAX_STOP_CHARACTERS} characters"
+                )
+        if self.require_reasoning and not given:
+            raise InvalidRequest("require_reasoning", f"got true, must be left out without a grammar ({', '.join(GRAMMARS)})")
 
     def check(self, *, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
         """Check what needs the model. Raises InvalidRequest."""

@@ -63,6 +63,9 @@ def prepare(
             raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
         sampling.check(vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
         _check_length(facts, len(tokens), sampling)
+        grammar = frontend.grammar(sampling)
+        if grammar is not None:
+            frontend.grammars.check(grammar)
         prompt = Prompt(
             rid=name,
             ids=tokens,
@@ -73,6 +76,7 @@ def prepare(
             compute_dtype=facts.dtype,
             tokenizer=frontend.tokenizer,
             events=events,
+            grammar=grammar,
         )
         _check_bytes(facts, prompt, max_output_bytes)
         prompt.choices = [kind(prompt, index, next(keys)) for index in range(sampling.n)]

@@ -71,7 +71,7 @@ class Router:
             self._end(prompt)
         finish = Finish("abort", None, None, False, {"token": 0, "logprob": 0, "hidden": 0})
         for choice in prompt.choices:
-            self._deliver(choice, Delta(None, None, finish))
+            self._deliver(choice, Delta((), None, finish))
 
     def give_up(self, prompts: Sequence[Prompt]) -> None:
         """Forget prompts of a call that takes no answers any more, however far they have come."""
@@ -182,7 +182,7 @@ class Router:
         self.choices.update((choice.key, choice) for choice in prompt.choices)
         for choice in prompt.choices:
             follows = primary if choice.index else None
-            self._send(Submit(choice.key, prompt.rid, choice.index, ids, sampling, plan, follows))
+            self._send(Submit(choice.key, prompt.rid, choice.index, ids, sampling, plan, follows, prompt.grammar))
 
     def _end(self, prompt: Prompt) -> None:
         """Its rid and its place are free."""

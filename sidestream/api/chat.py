@@ -133,7 +133,7 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
     )
     check_room("messages", len(ids), asked, context)
     chat = _Chat(Exchange(call, [ids], asked, kind="chatcmpl", operation="chat"), ids, body)
-    return chat.stream() if body.stream else await chat.answer()
+    return await chat.stream() if body.stream else await chat.answer()
 
 
 class _Chat:
@@ -164,8 +164,8 @@ class _Chat:
             )
         )
 
-    def stream(self) -> Response:
-        return self._exchange.stream("chat.completion.chunk", self._deltas, prompt_token_ids=self._prompt_ids)
+    async def stream(self) -> Response:
+        return await self._exchange.stream("chat.completion.chunk", self._deltas, prompt_token_ids=self._prompt_ids)
 
     async def _deltas(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
         """The role comes in a chunk of its own; the last chunk may have no text."""

@@ -64,7 +64,7 @@ async def completions(call: Call[CompletionRequest]) -> Response:
     if asked.tokens_by_default:
         call.service.hint(DEFAULT_HINT)
     if body.stream:
-        return completion.stream()
+        return await completion.stream()
     return await completion.answer(await exchange.answers())
 
 
@@ -93,8 +93,8 @@ class _Completion:
             )
         )
 
-    def stream(self) -> Response:
-        return self._exchange.stream("text_completion", self._parts)
+    async def stream(self) -> Response:
+        return await self._exchange.stream("text_completion", self._parts)
 
     async def _parts(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
         return [await self._choice(index, part, first, streamed=True)]

@@ -92,10 +92,10 @@ class Exchange:
             (output,) = await self._generation.answers()
         return output
 
-    def open(self) -> None:
+    async def open(self) -> None:
         """Queue the request; what is wrong with it is raised here, not by `parts`."""
         with called(self.asked.names):
-            self._generation.open()
+            await self._generation.open()
 
     async def parts(self) -> AsyncGenerator[Output, None]:
         async with aclosing(self._generation.parts()) as parts:

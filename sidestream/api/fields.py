@@ -11,7 +11,15 @@ import msgspec
 
 from sidestream.errors import InvalidRequest
 from sidestream.options import Field, fields_of
-from sidestream.params import MAX_LOGIT_BIAS, MAX_STOP_CHARACTERS, MAX_STOPS, OutputParams, SamplingParams
+from sidestream.params import (
+    MAX_CHOICES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_REGEXES,
+    MAX_STOPS,
+    OutputParams,
+    SamplingParams,
+)
 
 HiddenStatesFormat = Literal["json", "base64", "safetensors"]
 LogprobsFormat = Literal["openai", "flat"]
@@ -24,10 +32,17 @@ def shown_limits(**limits: Any) -> msgspec.Meta:
 
 STOP = Annotated[str, shown_limits(minLength=1, maxLength=MAX_STOP_CHARACTERS)]
 STOPS = Annotated[list[STOP], shown_limits(maxItems=MAX_STOPS)]
+REGEXES = Annotated[list[STOP], shown_limits(maxItems=MAX_STOP_REGEXES)]
 BIAS = Annotated[float, shown_limits(minimum=-MAX_LOGIT_BIAS, maximum=MAX_LOGIT_BIAS)]
 
 _TYPES: dict[str, Any] = {  # where the JSON type is not the Python type
     "stop": STOP | STOPS,
+    "stop_regex": STOP | REGEXES,
+    "json_schema": str | dict[str, Any],
+    "structural_tag": str | dict[str, Any],
+    "regex": str,
+    "ebnf": str,
+    "choice": Annotated[list[Annotated[str, shown_limits(minLength=1)]], shown_limits(maxItems=MAX_CHOICES)],
     "logit_bias": Annotated[dict[str, BIAS], shown_limits(propertyNames={"pattern": "^(0|[1-9][0-9]*)$"})],
     "return_hidden_states": bool | Literal["last"],
 }

@@ -87,7 +87,7 @@ class Generation:
 
         Queued before the first part is awaited: call `open` first where an error must still become a status.
         """
-        stream = self.open()
+        stream = await self.open()
         metrics = self.service.metrics
         latest: dict[tuple[int, int], float] = {}
         done: list[Output] = []
@@ -109,11 +109,12 @@ class Generation:
         finally:
             await stream.aclose()
 
-    def open(self) -> Any:
+    async def open(self) -> Any:
         """Queue the request for `parts`: what is wrong with it is raised here. Idempotent."""
         if self._stream is None:
             self._received()
             try:
+                await self._engine.compile(self._sampling)
                 self._stream = self._engine.stream_many(self.ids, self._sampling, rid=self._rid, **self._outputs)
             except BaseException as error:
                 self._failed(error)

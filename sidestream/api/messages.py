@@ -204,7 +204,7 @@ async def create_message(call: Call[MessagesBody]) -> Response:
     call.service.check_model(body.model)
     asked = asked_for(body, SYNONYMS, context=engine.context_length)
     answering = _Answering(Exchange(call, await _encode(call), asked, param="messages", prefix="msg"), body.max_tokens)
-    return answering.stream() if body.stream else await answering.answer()
+    return await answering.stream() if body.stream else await answering.answer()
 
 
 async def count_tokens(call: Call[CountBody]) -> Response:
@@ -246,8 +246,8 @@ class _Answering:
         extras = await self._extras(output, streamed=False)
         return self._exchange.respond(self._message(output, [AnswerBlock(text=output.text)], ending, extras))
 
-    def stream(self) -> Response:
-        self._exchange.open()
+    async def stream(self) -> Response:
+        await self._exchange.open()
         return EventStream(self._events(), id=self._exchange.request_id)
 
     async def _events(self) -> AsyncIterator[bytes]:

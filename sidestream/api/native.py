@@ -55,9 +55,9 @@ class _Exchange:
             return safetensors_response(answer, self.packed.tensors)
         return json_response(answer)
 
-    def stream(self) -> Response:
+    async def stream(self) -> Response:
         with called(self.asked.names):
-            self.generation.open()
+            await self.generation.open()
         return EventStream(self._events(), id=self.call.id)
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -137,7 +137,7 @@ async def generate(call: Call[Generate]) -> Response:
     service, body = call.service, call.body
     service.check_model(body.model)
     exchange = _Exchange(call, await asked_for(service.engine, body))
-    return exchange.stream() if body.stream else await exchange.respond()
+    return await exchange.stream() if body.stream else await exchange.respond()
 
 
 NATIVE = (Route("POST", "/generate", generate, "Generate", body=Generate, answer=GenerateAnswer | list[GenerateAnswer], streams=True),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,11 +24,6 @@ NO_EXPERTS = "the model has no such parts"
 ONE_PROCESS = "this server is one process"
 
 REFUSED_SAMPLING: Mapping[str, str] = {
-    "json_schema": NOT_YET,
-    "regex": NOT_YET,
-    "ebnf": NOT_YET,
-    "structural_tag": NOT_YET,
-    "stop_regex": NOT_YET,
     "no_stop_trim": "the text ends before the stop string; output_ids have all of it",
     "custom_params": "there are no custom logit processors",
     "beam_width": "there is no beam search",
@@ -52,8 +47,6 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("bootstrap_host", "bootstrap_port", "bootstrap_room", "bootstrap_pair_key", "decode_tp_size"), ONE_PROCESS),
     **dict.fromkeys(("routed_dp_rank", "data_parallel_rank", "disagg_prefill_dp_rank", "kv_hints"), ONE_PROCESS),
     "background": "there is no store of answers",
-    "require_reasoning": NOT_YET,
-    "max_thinking_tokens": NOT_YET,
     "priority": "requests have no priorities",
     **dict.fromkeys(("extra_key", "cache_salt"), "cached prefixes are shared by all requests; --disable-radix-cache turns them off"),
     "return_flat_raw_top_logprobs": 'use logprobs_format "flat"',
@@ -106,6 +99,8 @@ class Generate(Fields, kw_only=True, forbid_unknown_fields=True):
     logprobs_format: Annotated[Literal["sglang", "flat"], Meta(description="SGLang's lists, or base64 arrays.")] | None = None
     hidden_states_format: Annotated[HiddenStatesFormat, Meta(description="How hidden states are written.")] | None = None
     model: Annotated[str, Meta(description="Name of the model; may be left out.")] | None = None
+    require_reasoning: Annotated[bool, Meta(description="The same as in sampling_params, for all prompts.")] | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=0, description="The same as in sampling_params, for all prompts.")] | None = None
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ async def asked_for(engine: AsyncEngine, body: Generate) -> Asked:
     return Asked(
         ids,
         listed,
-        _sampling(body.sampling_params, len(ids)),
+        _sampling(body, len(ids)),
         outputs,
         wanted,
         _rids(body.rid, len(ids), listed),
@@ -164,21 +159,23 @@ def _outputs(body: Generate, count: int) -> dict[str, list[Any]]:
     return {name: [OUTPUTS[name].default if each is None else each for each in values] for name, values in given.items()}
 
 
-def _sampling(given: Sampling | Sequence[Sampling] | None, count: int) -> list[SamplingParams]:
+def _sampling(body: Generate, count: int) -> list[SamplingParams]:
+    given = body.sampling_params
+    common = {name: getattr(body, name) for name in ("require_reasoning", "max_thinking_tokens")}
     if isinstance(given, list):
         bodies = per_prompt("sampling_params", given, count)
-        return [_params(each, f"sampling_params.{place}.") for place, each in enumerate(bodies)]
+        return [_params(each, f"sampling_params.{place}.", common) for place, each in enumerate(bodies)]
     assert given is None or isinstance(given, Sampling)
-    return [SamplingParams() if given is None else _params(given, "sampling_params.")] * count
+    return [_params(Sampling() if given is None else given, "sampling_params.", common)] * count
 
 
-def _params(body: Sampling, within: str) -> SamplingParams:
+def _params(body: Sampling, within: str, common: Mapping[str, Any]) -> SamplingParams:
     refuse_foreign(body, REFUSED_SAMPLING, within=within)
     seed = getattr(body, "seed", None)
     if None not in (seed, body.sampling_seed) and seed != body.sampling_seed:
         raise InvalidRequest(f"{within}seed", f"got {shown(seed)} beside sampling_seed={body.sampling_seed}, must be the same")
     with called({name: f"{within}{name}" for name in SAMPLING}):
-        return sampling_of(body, {"seed": body.sampling_seed})
+        return sampling_of(body, {"seed": body.sampling_seed, **common})
 
 
 def _rids(rid: str | list[str] | None, count: int, listed: bool) -> list[str] | None:

@@ -25,6 +25,7 @@ from sidestream.api.route import Call
 from sidestream.api.service import Service, report_of
 from sidestream.api.shapes import Usage, usage_of
 from sidestream.api.sse import DONE, EventStream, event, json_response
+from sidestream.api.structured import ResponseFormat, StructuredOutputs, grammar_fields
 from sidestream.errors import ContextLengthExceeded, InvalidRequest
 from sidestream.options import shown
 from sidestream.output import Output
@@ -34,7 +35,6 @@ MAX_TOP_LOGPROBS = 20  # in OpenAI's own fields; top_logprobs_num goes further
 MAX_RID = 128  # characters
 
 IGNORED = msgspec.Meta(description="Accepted and ignored: it changes no answer.")
-NOT_YET = msgspec.Meta(description="Structured output is not supported yet.")
 NOT_CUT = msgspec.Meta(description="A prompt is never cut: shorten it where it is made.")
 NOT_SALTED = msgspec.Meta(description="Cached prefixes are shared by all requests; --disable-radix-cache turns the cache off.")
 MAX_TOKENS = msgspec.Meta(ge=DECLARED["max_new_tokens"].option.low, description=DECLARED["max_new_tokens"].option.help)
@@ -46,11 +46,6 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: Annotated[bool, msgspec.Meta(description="A last chunk without choices has the usage.")] | None = None
     continuous_usage_stats: Annotated[bool, msgspec.Meta(description="Every chunk has the usage so far.")] | None = None
     include_obfuscation: Annotated[bool, IGNORED] | None = None
-
-
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    type: Annotated[Literal["text"], NOT_YET]
-    json_schema: Annotated[None, NOT_YET] = None
 
 
 class OpenAIRequest(Shared, kw_only=True, forbid_unknown_fields=True):
@@ -75,12 +70,10 @@ class OpenAIRequest(Shared, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: Annotated[str, IGNORED] | None = None
     priority: Annotated[Literal[0], msgspec.Meta(description="Requests have no priorities.")] | None = None
 
+    response_format: Annotated[ResponseFormat, msgspec.Meta(description="Which form the text has.")] | None = None
+    structured_outputs: Annotated[StructuredOutputs, msgspec.Meta(description="The same, in vLLM's words.")] | None = None
+
     # Null is all that these may be; the description says why.
-    response_format: TextFormat | None = None
-    regex: Annotated[None, NOT_YET] = None
-    ebnf: Annotated[None, NOT_YET] = None
-    json_schema: Annotated[None, NOT_YET] = None
-    structured_outputs: Annotated[None, NOT_YET] = None
     truncate_prompt_tokens: Annotated[None, NOT_CUT] = None
     cache_salt: Annotated[None, NOT_SALTED] = None
 
@@ -106,13 +99,15 @@ def asked_for(body: OpenAIRequest, *, logprobs: bool | None, top_logprobs: str, 
     max_name, max_tokens = one_of(body, "max_tokens", "max_completion_tokens", "max_new_tokens")
     min_name, min_tokens = one_of(body, "min_tokens", "min_new_tokens")
     top_name, top = one_of(body, top_logprobs, "top_logprobs_num")
-    names = {"max_new_tokens": max_name, "min_new_tokens": min_name, "top_logprobs_num": top_name}
+    grammar, grammar_names = grammar_fields(body)
+    names = {"max_new_tokens": max_name, "min_new_tokens": min_name, "top_logprobs_num": top_name, **grammar_names}
     renamed = {
         # The context bounds it too, so a number of any size is a good one.
         "max_new_tokens": default_tokens if max_tokens is None else min(max_tokens, context),
         "min_new_tokens": min_tokens,
         "top_logprobs_num": top,
         "return_logprob": logprobs or None,
+        **grammar,
     }
     with called(names):
         sampling, outputs = params_of(body, renamed)
@@ -237,13 +232,13 @@ class Exchange:
         """The whole answer as a body."""
         return safetensors_response(answer, self._packed.tensors) if self.asked.hidden_format == "safetensors" else json_response(answer)
 
-    def stream(self, kind: str, choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], **first: Any) -> Response:
+    async def stream(self, kind: str, choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], **first: Any) -> Response:
         """The answer as events. `choices_of(index, part, first)` gives the choices that a part becomes, each a chunk of its own.
 
         `first` are fields of the first chunk. What is wrong with the request is raised here.
         """
         with called(self.asked.names):
-            self._generation.open()
+            await self._generation.open()
         return EventStream(self._events(kind, choices_of, first), id=self._call.id)
 
     async def _events(

@@ -132,7 +132,7 @@ async def create_response(call: Call[ResponsesBody]) -> HTTPResponse:
     asked = asked_for(body, SYNONYMS, context=engine.context_length, logprobs=logprobs)
     ids = await encode_conversation(engine, _messages(body), "input", body.chat_template_kwargs)
     answering = _Answering(Exchange(call, ids, asked, param="input", prefix="resp"), body)
-    return answering.stream() if body.stream else await answering.answer()
+    return await answering.stream() if body.stream else await answering.answer()
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
@@ -170,8 +170,8 @@ class _Answering:
         entries, extras = await self._told(output, streamed=False)
         return self._exchange.respond(self._ended(output, _text(output.text, [entries]), extras))
 
-    def stream(self) -> HTTPResponse:
-        self._exchange.open()
+    async def stream(self) -> HTTPResponse:
+        await self._exchange.open()
         return EventStream(self._events(), id=self._exchange.request_id)
 
     async def _events(self) -> AsyncIterator[bytes]:

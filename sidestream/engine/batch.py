@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from sidestream.engine.memory import TokenUpload
 from sidestream.engine.outputs import OutputLayout
 from sidestream.engine.request import Feature, Request
 from sidestream.engine.sampling import SamplingPlan
@@ -26,7 +27,8 @@ class Batch:
     lengths: Ints  # [spans]
     sampled: tuple[int, ...]  # spans whose last position samples a token, in order
     page_updates: Ints  # [n, 3] of (slot, column, page): what the page table lacks
-    token_uploads: tuple[tuple[int, npt.NDArray[np.int32]], ...]  # (slot, token ids) of newly admitted requests
+    token_uploads: tuple[TokenUpload, ...]  # of newly admitted requests, and tokens appended without being sampled
+    appended: Mapping[int, int]  # by span: how many of those tokens this step returns
     outputs: OutputLayout
     sampling: SamplingPlan
     features: int

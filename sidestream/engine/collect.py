@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ def collect_rows(batch: Batch, result: GenerationBatchResult) -> StepRows | None
         piece.span: KeptRow(result, result.kept_hidden_states[piece.group], piece.rows.start, piece.position)
         for piece in layout.kept_slices
     }
+    for span in batch.appended.keys() & prompts.keys():  # output tokens that were not sampled: their rows are scored like the prompt's
+        tokens[span] = _joined(prompts.pop(span), tokens.get(span))
     spans = prompts.keys() | tokens.keys() | hidden.keys()
     return StepRows({span: Rows(prompts.get(span), tokens.get(span), hidden.get(span)) for span in spans}, kept)
 
@@ -57,6 +60,14 @@ def _logprob_rows(block: LogprobBlock | None, slices: Sequence[LogprobSlice]) ->
         )
         for span, position, n, k, ids, row, top, id_start in slices
     }
+
+
+def _joined(first: LogprobRows, second: LogprobRows | None) -> LogprobRows:
+    """Rows of consecutive tokens in one block."""
+    if second is None:
+        return first
+    parts = (None if a is None or b is None else np.concatenate([a, b]) for a, b in zip(first[1:], second[1:], strict=True))
+    return LogprobRows(first.position, *parts)  # type: ignore[arg-type]
 
 
 def _cut(values: npt.NDArray[Any] | None, start: int, n: int, width: int) -> npt.NDArray[Any] | None:

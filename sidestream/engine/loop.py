@@ -9,22 +9,24 @@ from __future__ import annotations
 import queue
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from sidestream.engine.batch import Batch
 from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
 from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
 from sidestream.engine.questions import Questions, stats
-from sidestream.engine.request import Constraint, FinishReason, Request, StopMatcher
+from sidestream.engine.request import MAX_JUMP, Constraint, FinishReason, Request, StopMatcher
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken
-from sidestream.messages import Abort, Ask, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
+from sidestream.messages import Abort, Ask, Compiled, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
 from sidestream.models.interpreter import Interpreter
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
@@ -43,7 +45,8 @@ class Factories:
     """How the engine gets what it knows only by protocol."""
 
     stop_matcher: Callable[[Submit], StopMatcher | None]
-    constraint: Callable[[Submit], Constraint | None]
+    constraint: Callable[[Submit], Constraint | Future[Constraint] | None]  # a future: the request waits, and nobody else
+    fill_masks: Callable[[Mapping[int, Constraint], Masks], Mapping[int, Exception]]  # by row of the masks: what went wrong
     load: Callable[[str], Interpreter]  # other weights of the same model; runs on the compute stream, raises ModelError
 
 
@@ -73,7 +76,7 @@ class EngineLoop:
         self.copied_bytes: dict[int, dict[str, int]] = defaultdict(lambda: {"logprob": 0, "hidden": 0})  # by key
         self.questions = Questions()
         self.totals: Counter[str] = Counter()  # of tokens and requests
-        self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process"), 0.0)
+        self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process", "mask"), 0.0)
         self.weight_version = 0
         self._reported = 0.0  # when
         self._stopping = False
@@ -146,6 +149,8 @@ class EngineLoop:
                 self.questions.take(message)
             elif isinstance(message, Stop):
                 self._stopping = True
+            elif isinstance(message, Compiled):
+                self.take_compiled(message)
             else:
                 self.take(message)
         return not self._stopping
@@ -171,6 +176,7 @@ class EngineLoop:
             matcher, constraint = self.factories.stop_matcher(message), self.factories.constraint(message)
         except Exception as raised:  # this request ends at once; nobody else notices
             error = raised
+        compiling = constraint if isinstance(constraint, Future) else None
         request = Request(
             key=message.key,
             rid=message.rid,
@@ -181,7 +187,8 @@ class EngineLoop:
             max_tokens=min(sampling.max_new_tokens, limits.context - len(message.prompt)),
             eos_token_ids=limits.eos_token_ids,
             matcher=matcher,
-            constraint=constraint,
+            constraint=None if isinstance(constraint, Future) else constraint,
+            compiling=compiling is not None,
             primary=None if message.primary is None else self.requests.get(message.primary),
             shares_prompt=message.primary is not None,
         )
@@ -192,6 +199,20 @@ class EngineLoop:
         self.totals["prompt_tokens"] += 0 if request.shares_prompt else len(message.prompt)
         if error is not None:
             self.abort(request.rid)
+        elif compiling is not None:
+            compiling.add_done_callback(lambda done: self.inbox.put(Compiled(message.key, done)))
+
+    def take_compiled(self, message: Compiled) -> None:
+        """The grammar that a request waited for, or what is wrong with it."""
+        request = self.requests.get(message.key)
+        if request is None:  # it has ended meanwhile
+            return
+        request.compiling = False
+        try:
+            request.constraint = message.done.result()
+        except Exception as error:
+            request.error = error
+            self.abort(request.rid, frozenset({request.key}))
 
     def abort(self, rid: str, keys: frozenset[int] | None = None) -> None:
         """End a request's choices: at once where no step is in flight, else with the step in flight, whose token still counts."""
@@ -207,16 +228,55 @@ class EngineLoop:
 
     def fill_masks(self, batch: Batch) -> Masks:
         """Packed grammar masks of the sampled rows; all ones where a row has no grammar. [sampled, ceil(vocabulary/32)]."""
+        started = time.perf_counter()
         masks = np.full((len(batch.sampled), -(-self.limits.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        for row, span in enumerate(batch.sampled):
+        rows: dict[int, tuple[Request, int]] = {}  # row -> request, position of the token to sample
+        asked: dict[int, Constraint] = {}
+        for row, (span, position) in enumerate(zip(batch.sampled, batch.sampling.lengths.tolist(), strict=True)):
             request = batch.requests[span]
-            if request.constraint is not None and request.finish_reason is None:
-                try:
-                    request.constraint.fill_mask(masks[row])
-                except Exception as error:  # the request ends with this step; its row is sampled like one without a grammar
-                    request.error = error
-                    masks[row] = 0xFFFFFFFF
+            if request.constraint is None or request.finish_reason is not None:
+                continue
+            rows[row] = request, position
+            if known := request.known(position):
+                _admit_only(known[0], masks[row])
+            else:
+                asked[row] = request.constraint
+        for row, error in self.factories.fill_masks(asked, masks).items():
+            rows.pop(row)[0].error = error  # the request ends with this step; its row is sampled like one without a grammar
+            masks[row] = 0xFFFFFFFF
+        for row in _single(masks, [row for row, (request, _) in rows.items() if request.may_jump]):
+            self._look_ahead(*rows[row], masks[row])
+        self.seconds["mask"] += time.perf_counter() - started
         return masks
+
+    def _look_ahead(self, request: Request, position: int, mask: npt.NDArray[np.uint32]) -> None:
+        """The mask of the token at `position` admits one alone: take it and those that must follow, and append them unsampled."""
+        constraint, ahead = request.constraint, request.ahead
+        assert constraint is not None
+        room = request.max_tokens - (position + 2 - request.prompt_len)  # at least the last token is sampled
+        try:
+            if not request.known(position):
+                mask = mask.copy()
+                while len(request.known(position, MAX_JUMP)) <= min(room, MAX_JUMP - 1) and (only := _only(mask)) not in request.stop_ids:
+                    if only is None:
+                        break
+                    request.ahead_completes = constraint.advance(only)
+                    ahead.append(only)
+                    if request.ahead_completes:
+                        break
+                    constraint.fill_mask(mask)
+        except Exception as error:
+            request.error = error
+            return
+        following = request.known(position + 1, max(room, 0))
+        if (
+            following
+            and request.ahead_completes
+            and position + 1 + len(following) == request.prompt_len + len(request.output_ids) + len(ahead)
+        ):
+            following.pop()  # the request ends with it: its row is not needed
+        if following and not request.aborting and request.num_tokens == position + 1:
+            request.append(following)
 
     # Results
 
@@ -233,10 +293,11 @@ class EngineLoop:
         token_of = dict(zip(batch.sampled, tokens, strict=True)) if len(tokens) != len(batch.requests) else None
         for span, request in enumerate(batch.requests):
             token = tokens[span] if token_of is None else token_of.get(span)
+            appended = batch.appended.get(span, 0)
             if request.finish_reason is not None:  # it ended while this step was in flight: nothing of it is appended or emitted
                 self._discard(request, rows, span, token is not None)
             else:
-                self._take(request, token, rows, span, step)
+                self._take(request, token, appended, rows, span, step)
             self.scheduler.step_processed(request)
         self._emit(step)
         self.totals["generation_tokens"] += len(step.tokens)
@@ -249,13 +310,15 @@ class EngineLoop:
         self._reported = now
         self.emit(Report(stats(self)))
 
-    def _take(self, request: Request, token: int | None, rows: StepRows | None, span: int, step: StepOutputs) -> None:
-        """Give a live request what the step computed for it."""
+    def _take(self, request: Request, token: int | None, appended: int, rows: StepRows | None, span: int, step: StepOutputs) -> None:
+        """Give a live request what the step computed for it. `appended` of its tokens were not sampled."""
         if request.admission is not None:
             step.admitted[request.key], request.admission = request.admission, None
             self.totals["cached_tokens"] += 0 if request.shares_prompt else step.admitted[request.key].cached_tokens
         if rows is not None:
             self._take_rows(request, rows, span, step)
+        for _ in range(appended):
+            self._take_token(request, request.ahead.popleft(), step)
         if token is None:
             if request.max_tokens == 0 and request.launched_all and request.in_flight == 1:
                 self._finish(request, "length", step)
@@ -267,19 +330,23 @@ class EngineLoop:
         if request.error is not None:  # there is no token, or its mask failed and it was chosen without
             self._finish(request, "abort", step)
             return
-        request.output_ids.append(token)
-        step.keys.append(request.key)
-        step.tokens.append(token)
+        self._take_token(request, token, step)
         reason = self._end_of(request, token)
         if reason is not None:
             self._finish(request, reason, step)
+
+    @staticmethod
+    def _take_token(request: Request, token: int, step: StepOutputs) -> None:
+        request.output_ids.append(token)
+        step.keys.append(request.key)
+        step.tokens.append(token)
 
     def _end_of(self, request: Request, token: int) -> FinishReason | None:
         """Why the request ends with this token, if it does."""
         count = len(request.output_ids)
         try:
             match = request.matcher.feed(token) if request.matcher is not None else None
-            complete = request.constraint.advance(token) if request.constraint is not None else False
+            complete = self._advance(request, token)
         except Exception as error:
             request.error = error
             return "abort"
@@ -294,6 +361,17 @@ class EngineLoop:
         if count >= request.max_tokens:
             return "length"
         return "abort" if request.aborting else None
+
+    @staticmethod
+    def _advance(request: Request, token: int) -> bool:
+        """Whether the grammar is complete with this token."""
+        if request.constraint is None:
+            return False
+        if not request.ahead:
+            return request.constraint.advance(token)
+        known = request.ahead.popleft()  # it has taken it already
+        assert token == known, "the mask admitted one token alone"
+        return request.ahead_completes and not request.ahead
 
     def _take_rows(self, request: Request, rows: StepRows, span: int, step: StepOutputs) -> None:
         kept = rows.kept.get(span)
@@ -363,6 +441,26 @@ class EngineLoop:
         self._emit(step)
         self.answer_questions()
         self.runner.close()
+
+
+def _only(mask: npt.NDArray[np.uint32]) -> int | None:
+    """The token id that a mask admits, if it is one alone."""
+    (words,) = np.nonzero(mask)
+    if len(words) != 1:
+        return None
+    bits = int(mask[words[0]])
+    return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
+
+
+def _single(masks: npt.NDArray[np.uint32], rows: Sequence[int]) -> list[int]:
+    """Those of the rows that admit one token alone."""
+    likely = np.array(rows, np.int64)[np.count_nonzero(masks[rows], axis=1) == 1] if rows else ()
+    return [int(row) for row in likely if _only(masks[row]) is not None]
+
+
+def _admit_only(token: int, mask: npt.NDArray[np.uint32]) -> None:
+    mask[:] = 0
+    mask[token // 32] = np.uint32(1 << token % 32)
 
 
 def _why_no_token(request: Request, failure: int) -> str:

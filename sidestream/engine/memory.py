@@ -12,6 +12,7 @@ from torch import Tensor
 from sidestream.models.spec import DecoderSpec
 
 Ints = npt.NDArray[np.int64]
+TokenUpload = tuple[int, int, npt.NDArray[np.int32]]  # slot, first position, token ids
 
 
 class DeviceMemory:
@@ -49,10 +50,10 @@ class DeviceMemory:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
-    def update(self, page_updates: Ints, token_uploads: Sequence[tuple[int, npt.NDArray[np.int32]]]) -> None:
+    def update(self, page_updates: Ints, token_uploads: Sequence[TokenUpload]) -> None:
         """Bring the tables to the state a batch was planned on. page_updates: [n, 3] of (slot, column, page)."""
-        for slot, tokens in token_uploads:
-            self.token_table[slot, : len(tokens)] = self.upload(tokens)
+        for slot, start, tokens in token_uploads:
+            self.token_table[slot, start : start + len(tokens)] = self.upload(tokens)
         if len(page_updates):
             slots, columns, pages = self.upload(page_updates).unbind(1)
             self.page_table[slots, columns] = pages.to(torch.int32)

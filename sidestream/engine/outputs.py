@@ -202,6 +202,11 @@ def plan_outputs(
                 input_token.add(span, plan, offset + first - start, last - first, first + 1)
                 input_token.targets.append(request.prompt[first + 1 : last + 1].astype(np.int64))
                 request.logprob_next = last
+            appended = returned_unsampled(request, end, sample)
+            if appended:
+                first = request.output_next
+                input_token.add(span, plan, offset + first - 1 - start, appended, first)
+                input_token.targets.append(np.array(request.known(first, appended), np.int64))
             if sample:
                 next_token.add(span, plan, sample_row, 1, end)
         offset += length
@@ -210,6 +215,11 @@ def plan_outputs(
     next_score, next_slices = next_token.plan()
     input_score, input_slices = input_token.plan()
     return OutputLayout(taps, next_score, input_score, next_slices, input_slices, tuple(copied.slices), tuple(kept.slices))
+
+
+def returned_unsampled(request: Request, end: int, sample: bool) -> int:
+    """How many tokens that were appended without being sampled come with a span up to `end`: it is the first to have their rows."""
+    return max(0, end + 1 - sample - request.output_next) if request.ahead else 0
 
 
 def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int, sample: bool, copied: _Taps, kept: _Taps) -> None:
@@ -248,4 +258,5 @@ def output_bytes(request: Request, start: int, end: int, row: RowBytes) -> int:
         total += max(0, end - max(start, request.hidden_next)) * row.hidden
     elif plan.return_hidden_states:
         total += row.hidden
-    return total + max(0, min(end, request.prompt_len - 1) - max(start, request.logprob_next)) * row.logprob
+    appended = returned_unsampled(request, end, end == request.num_tokens)
+    return total + (appended + max(0, min(end, request.prompt_len - 1) - max(start, request.logprob_next))) * row.logprob

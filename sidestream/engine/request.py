@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from sidestream.engine.radix import RadixNode
     from sidestream.messages import Admission
 from sidestream.params import OutputPlan, SamplingParams
+
+MAX_JUMP = 64  # tokens appended at once without being sampled
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -40,7 +45,7 @@ class StopMatcher(Protocol):
 
 
 class Constraint(Protocol):
-    """A grammar over the output tokens of one request."""
+    """A grammar over the output tokens of one request. Its methods may raise: the request then ends with that error."""
 
     def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
         """Write the bits of the token ids admitted next: id `i` is bit `i % 32` of word `i // 32`. mask: [ceil(vocabulary/32)]."""
@@ -94,9 +99,12 @@ class Request:
     __slots__ = (
         "aborting",
         "admission",
+        "ahead",
+        "ahead_completes",
         "borrowed",
         "cached_tokens",
         "cannot_surprise",
+        "compiling",
         "constraint",
         "error",
         "features",
@@ -114,6 +122,7 @@ class Request:
         "num_computed",
         "num_tokens",
         "output_ids",
+        "output_next",
         "pages",
         "plan",
         "primary",
@@ -126,6 +135,7 @@ class Request:
         "state",
         "stop_ids",
         "stop_offset",
+        "unsent",
         "waits_for",
     )
 
@@ -144,6 +154,7 @@ class Request:
         constraint: Constraint | None,
         primary: Request | None,
         shares_prompt: bool = False,
+        compiling: bool = False,
     ) -> None:
         self.key = key
         self.rid = rid
@@ -155,15 +166,22 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_token_ids)
         self.matcher = matcher
         self.constraint = constraint
+        self.compiling = compiling  # its grammar: until then it waits
+        constrained = constraint is not None or compiling
         self.shares_prompt = shares_prompt  # the prompt's rows of all choices come from the first one,
         self.primary = primary  # which is this, unless it has ended already
-        self.cannot_surprise = not self.stop_ids and matcher is None and constraint is None
-        self.features = request_features(sampling, plan, constraint is not None)
+        self.cannot_surprise = not self.stop_ids and matcher is None and not constrained
+        self.features = request_features(sampling, plan, constrained)
 
         self.state = State.WAITING
         self.output_ids: list[int] = []
         self.num_tokens = len(prompt)
         self.num_computed = 0
+        # Tokens that the grammar has taken already, because it admits nothing else, and that have not been processed yet: the first is
+        # sampled like any other, those behind it are appended without being sampled.
+        self.ahead: deque[int] = deque()
+        self.ahead_completes = False  # the grammar, with the last of them
+        self.unsent: tuple[int, npt.NDArray[np.int32]] | None = None  # appended tokens from a position on, not in the token table yet
         self.in_flight = 0
         self.aborting = False
         self.finish_reason: FinishReason | None = None
@@ -187,6 +205,7 @@ class Request:
         if shares_prompt or plan.logprob_start is None:
             self.logprob_next = len(prompt)
         self.kept: KeptRow | None = None
+        self.output_next = len(prompt)  # position of the first output token that no step returns yet
 
     @property
     def prompt_len(self) -> int:
@@ -200,6 +219,22 @@ class Request:
     def launched_all(self) -> bool:
         """No further step is needed: known by arithmetic, before any result is."""
         return self.num_tokens - len(self.prompt) >= self.max_tokens and (self.max_tokens > 0 or self.num_computed >= len(self.prompt))
+
+    @property
+    def may_jump(self) -> bool:
+        """Whether tokens may be appended unseen: no mask but the grammar's, no end among them, no logprobs of a masked distribution."""
+        processed = self.plan.return_logprob and self.plan.logprobs_mode == "processed"
+        return self.matcher is None and not self.features & Feature.EDIT and not processed
+
+    def known(self, position: int, count: int = 1) -> list[int]:
+        """Of the tokens taken ahead, `count` from an absolute position on; fewer where they end."""
+        first = position - len(self.prompt) - len(self.output_ids)
+        return list(islice(self.ahead, first, first + count))
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Tokens that follow the last one that was launched, without sampling them: the next span is longer by so many."""
+        self.unsent = self.num_tokens, np.array(tokens, np.int32)
+        self.num_tokens += len(tokens)
 
     @property
     def cache_limit(self) -> int:

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sidestream.engine.batch import Batch
-from sidestream.engine.outputs import output_bytes, plan_outputs, row_bytes
+from sidestream.engine.memory import TokenUpload
+from sidestream.engine.outputs import output_bytes, plan_outputs, returned_unsampled, row_bytes
 from sidestream.engine.pages import PagePool
 from sidestream.engine.radix import RadixCache
-from sidestream.engine.request import Feature, Request, State
+from sidestream.engine.request import MAX_JUMP, Feature, Request, State
 from sidestream.engine.sampling import plan_sampling
 from sidestream.messages import Admission
 
@@ -66,7 +67,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.releasing)
+        """Whether a step can be planned, now or when one in flight has been processed."""
+        return bool(self.running or self.releasing) or any(not request.compiling for request in self.waiting)
 
     # One step
 
@@ -101,7 +103,8 @@ class Scheduler:
         """How much of what `request` lacks fits the chunk and the arena, and the bytes of its outputs; 0 if nothing does."""
         start = request.num_computed
         lacking = request.num_tokens - start
-        length = lacking if lacking == 1 else min(lacking, step.prompt_left)
+        decodes = start >= request.num_tokens - 1 - MAX_JUMP and start >= request.prompt_len  # a token, and those appended to it
+        length = lacking if decodes or lacking == 1 else min(lacking, step.prompt_left)
         if not length:
             return 0, 0
         size = 4
@@ -116,7 +119,7 @@ class Scheduler:
             if request.state is State.RUNNING:
                 self._skipped.append(request)
             return 0, 0
-        if lacking > 1:
+        if lacking > 1 and not decodes:
             step.prompt_left -= length
         return length, size
 
@@ -131,7 +134,7 @@ class Scheduler:
         passed: list[Request] = []
         while self.waiting and step.prompt_left > 0 and self._free_slots:
             request = self.waiting[0]
-            if request.in_flight or self._wait_for_prefix(request):
+            if request.in_flight or request.compiling or self._wait_for_prefix(request):
                 passed.append(self.waiting.popleft())  # others may go first: it waits for work that is under way
                 continue
             if not self._start(request, headroom, step):
@@ -162,7 +165,7 @@ class Scheduler:
             request.cached_tokens = min(match.num_tokens, request.prompt_len - 1)
             request.admission = Admission(request.cached_tokens, time.monotonic())
         self.running.append(request)
-        step.token_uploads.append((request.slot, tokens))
+        step.token_uploads.append((request.slot, 0, tokens))
         step.page_updates += [(request.slot, column, page) for column, page in enumerate(request.pages)]
         start = request.num_computed
         provided = self._provide_pages(request, start + length, step)
@@ -312,6 +315,7 @@ class Scheduler:
         request.slot, request.node, request.pages, request.borrowed = -1, None, [], 0
         request.num_computed = 0
         request.num_tokens = request.prompt_len + len(request.output_ids)
+        request.unsent = None
 
     # From a step to a batch
 
@@ -323,6 +327,13 @@ class Scheduler:
             features |= request.features
         slots = np.array([r.slot for r in requests], np.int64)
         starts_array, lengths_array = np.array(starts, np.int64), np.array(lengths, np.int64)
+        appended: dict[int, int] = {}
+        for span, request in enumerate(requests):
+            if request.ahead and (count := returned_unsampled(request, starts[span] + lengths[span], samples[span])):
+                appended[span] = count
+            if request.unsent is not None:
+                step.token_uploads.append((request.slot, *request.unsent))
+                request.unsent = None
         outputs = plan_outputs(requests, starts, lengths, samples, features)
         sampled = tuple(i for i, sample in enumerate(samples) if sample)
         rows = np.array(sampled, np.int64)
@@ -331,8 +342,10 @@ class Scheduler:
         for request in sampled_requests:
             sampled_features |= request.features
         sampling = plan_sampling(sampled_requests, slots[rows], (starts_array + lengths_array)[rows], sampled_features)
-        for request, start, length, sample in zip(requests, starts, lengths, samples, strict=True):
+        for span, (request, start, length, sample) in enumerate(zip(requests, starts, lengths, samples, strict=True)):
             request.num_computed = start + length
+            if sample or span in appended:
+                request.output_next = start + length + 1
             request.num_tokens += sample
             request.in_flight += 1
             if start < request.prompt_len:
@@ -346,6 +359,7 @@ class Scheduler:
             sampled=sampled,
             page_updates=np.array(step.page_updates, np.int64).reshape(-1, 3),
             token_uploads=tuple(step.token_uploads),
+            appended=appended,
             outputs=outputs,
             sampling=sampling,
             features=features,
@@ -375,7 +389,7 @@ class _Step:
         self.starts: list[int] = []
         self.lengths: list[int] = []
         self.page_updates: list[tuple[int, int, int]] = []
-        self.token_uploads: list[tuple[int, npt.NDArray[np.int32]]] = []
+        self.token_uploads: list[TokenUpload] = []
         self.prompt_left = chunk
         self.arena_left = arena_bytes
 

@@ -117,6 +117,11 @@ class Tokenizer:
             eos_token=state.eos_token,
         )
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """Ids of the special tokens, by their texts."""
+        return {self._string(id): id for id in sorted(self.special_token_ids)}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `InvalidRequest` for text that is not Unicode (lone surrogates). A long text leaves the GIL to other threads."""
         if isinstance(text, str) and len(text) > LONG_TEXT:

@@ -46,7 +46,7 @@ class SimulatedDevice:
                 self.content.pop(page * self.page_size + i, None)
 
     def run_batch(self, batch: Batch, masks: object = None) -> Launched[GenerationBatchResult]:
-        for slot, tokens in batch.token_uploads:
+        for slot, _, tokens in batch.token_uploads:
             self.tokens[slot, : len(tokens)] = tokens
         for slot, column, page in batch.page_updates.tolist():
             self.table[slot, column] = page

@@ -1,0 +1,212 @@
+"""Grammars: what the text of a request may be. llguidance compiles them, beside the engine, and its matchers are the `Constraint`s."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotDone
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from sidestream.errors import InvalidRequest
+from sidestream.messages import Grammar
+from sidestream.text.thinking import ThinkingBudget
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+
+    from sidestream.text.tokenizer import Tokenizer
+
+Mask = npt.NDArray[np.uint32]
+
+MAX_SECONDS = 10.0  # for a grammar to be compiled; the limits below end it long before
+MAX_COMPILED = 256  # grammars kept
+# llguidance's own limits are for grammars one trusts: its default fuel lets a hostile one take seconds to compile, and a step 20 ms.
+LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
+
+
+class Matcher(Protocol):
+    """What the engine calls `Constraint`."""
+
+    def fill_mask(self, mask: Mask) -> None: ...
+
+    def advance(self, token_id: int) -> bool: ...
+
+
+class LLConstraint:
+    """llguidance's matcher of one request."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self.matcher = matcher
+        self._field = field
+
+    def fill_mask(self, mask: Mask) -> None:
+        """mask: [ceil(vocabulary/32)]."""
+        mask[:] = np.frombuffer(self.matcher.compute_bitmask(), np.uint32)[: len(mask)]
+        self.check()
+
+    def advance(self, token_id: int) -> bool:
+        self.matcher.consume_token(token_id)
+        self.check()
+        return bool(self.matcher.is_stopped())
+
+    def check(self) -> None:
+        """Raises InvalidRequest where a step went beyond the limits on what one may cost."""
+        if self.matcher.is_error():
+            raise InvalidRequest(self._field, f"the grammar is too complex: {_first_line(self.matcher.get_error())}")
+
+
+class Compiled:
+    """A grammar that is ready. Each request gets a constraint of its own."""
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher | None, tokenizer: Tokenizer) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+        self._tokenizer = tokenizer
+
+    def constraint(self) -> Matcher:
+        inner = None if self._matcher is None else LLConstraint(self._matcher.deep_copy(), self._grammar.field)
+        if self._grammar.budget is not None:
+            return ThinkingBudget(self._grammar.budget, inner, self._tokenizer)
+        assert inner is not None
+        return inner
+
+
+class Grammars:
+    """Compiles grammars in a thread of its own and keeps them by content. Safe to use from several threads.
+
+    vocab_size: of the model, which may have more rows than the tokenizer has tokens. threads: that fill the masks of one step.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, threads: int = 1) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self._ll_tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
+
+    def compile(self, grammar: Grammar) -> Future[Compiled]:
+        """Its result raises InvalidRequest for a grammar that is wrong, too large, or admits nothing."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is None:
+                self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="sidestream-grammar")
+                found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return found
+
+    def check(self, grammar: Grammar) -> None:
+        """Wait until it is compiled. Raises InvalidRequest."""
+        try:
+            self.compile(grammar).result(MAX_SECONDS)
+        except NotDone:
+            raise too_slow(grammar) from None
+
+    def constraint(self, grammar: Grammar) -> Future[Matcher]:
+        """Of one request, as soon as the grammar is compiled."""
+        made: Future[Matcher] = Future()
+
+        def make(done: Future[Compiled]) -> None:
+            try:
+                made.set_result(done.result().constraint())
+            except BaseException as error:
+                made.set_exception(error)
+
+        self.compile(grammar).add_done_callback(make)
+        return made
+
+    def fill_masks(self, constraints: Mapping[int, Matcher], masks: Mask) -> dict[int, Exception]:
+        """Fill the rows of `masks` [rows, ceil(vocabulary/32)], in parallel and without the GIL; by row what went wrong."""
+        failed: dict[int, Exception] = {}
+        asked: dict[int, LLConstraint] = {}
+        for row, constraint in constraints.items():
+            matcher = constraint.asked() if isinstance(constraint, ThinkingBudget) else constraint
+            if isinstance(matcher, LLConstraint) and len(constraints) > 1 and self._width == masks.shape[1]:
+                asked[row] = matcher
+                continue
+            try:
+                constraint.fill_mask(masks[row])
+            except Exception as error:
+                failed[row] = error
+        if asked:
+            width = 4 * masks.shape[1]
+            matchers = [(each.matcher, row) for row, each in asked.items()]
+            self._fill.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, width, len(masks))
+            for row, each in asked.items():
+                try:
+                    each.check()
+                except InvalidRequest as error:
+                    failed[row] = error
+        return failed
+
+    @property
+    def _width(self) -> int:
+        """Words of llguidance's masks."""
+        return -(-max(self._vocab_size, self._tokenizer.vocab_size) // 32)
+
+    @property
+    def _fill(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        if self._executor is None:
+            self._executor = LLExecutor(num_threads=self._threads)
+        return self._executor
+
+    # In the compiling thread
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if grammar.source is None:
+            return Compiled(grammar, None, self._tokenizer)
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._ll(grammar), grammar.source, log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise InvalidRequest(grammar.field, f"the grammar cannot be used: {_first_line(matcher.get_error())}")
+        mask = matcher.compute_bitmask()
+        if not any(mask) or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise InvalidRequest(grammar.field, "the grammar admits no text at all, must admit one")
+        if matcher.is_error():
+            raise InvalidRequest(grammar.field, f"the grammar is too complex: {_first_line(matcher.get_error())}")
+        return Compiled(grammar, matcher, self._tokenizer)
+
+    def _ll(self, grammar: Grammar) -> LLTokenizer:
+        """The vocabulary as llguidance wants it: half a second and 40 MB, so not before the first grammar."""
+        if self._ll_tokenizer is None:
+            from llguidance import LLTokenizer
+
+            tokenizer = self._tokenizer
+            if tokenizer.decoding == "whole":
+                raise InvalidRequest(grammar.field, "grammars need a tokenizer whose tokens are bytes, which this model's is not")
+            try:
+                self._ll_tokenizer = LLTokenizer(
+                    tokenizer.backend.to_str(),
+                    n_vocab=max(self._vocab_size, tokenizer.vocab_size),
+                    eos_token=list(tokenizer.eos_token_ids),
+                )
+            except ValueError as error:
+                raise InvalidRequest(grammar.field, f"grammars cannot be used with this model's tokenizer: {error}") from None
+        return self._ll_tokenizer
+
+
+def too_slow(grammar: Grammar) -> InvalidRequest:
+    message = f"the grammar took more than {MAX_SECONDS:g} s to compile, must take less"
+    return InvalidRequest(grammar.field, message, hint="Make it simpler.")
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(**LIMITS, verbose_errors=False)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:500] or "it went beyond a limit"

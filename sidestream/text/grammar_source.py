@@ -1,0 +1,108 @@
+"""From the fields of a request to a grammar in llguidance's form. Nothing is compiled here: what only the compiler sees, it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sidestream.errors import InvalidRequest
+from sidestream.messages import Budget, Grammar, Thinking
+from sidestream.params import SamplingParams
+from sidestream.text import structural_tag
+from sidestream.text.lark import OPTIONS, check_schema, literal
+
+
+def grammar_of(sampling: SamplingParams, thinking: Thinking | None, special: Mapping[str, int]) -> Grammar | None:
+    """What a request's text may be; None if anything. `thinking`: how the model reasons, if it does; `special`: ids of special tokens.
+
+    Raises InvalidRequest.
+    """
+    field, budget = sampling.grammar, None
+    if sampling.max_thinking_tokens is not None:
+        if thinking is None:
+            raise InvalidRequest("max_thinking_tokens", f"got {sampling.max_thinking_tokens}, but this model does not reason in tags")
+        budget = Budget(sampling.max_thinking_tokens, thinking)
+    if field is None:
+        return None if budget is None else Grammar("max_thinking_tokens", None, budget)
+    source = _SOURCES[field](getattr(sampling, field), special)
+    if sampling.require_reasoning:
+        if thinking is None:
+            raise InvalidRequest("require_reasoning", "got true, but this model does not reason in tags")
+        source = _after_reasoning(source, thinking, special)
+    elif budget is not None:
+        raise InvalidRequest("max_thinking_tokens", f"got {budget.tokens} beside {field}, must be left out without require_reasoning")
+    return Grammar(field, source, budget)
+
+
+def json_grammar(field: str, schema: Any) -> str:
+    """Of a JSON Schema. Raises InvalidRequest."""
+    from llguidance import LLMatcher
+
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, f"got {json.dumps(schema)[:80]}, must be a JSON Schema, which is an object")
+    check_schema(field, schema)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=OPTIONS)  # type: ignore[arg-type]
+
+
+def read_json(field: str, text: str) -> Any:
+    """Raises InvalidRequest."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest(field, f"got a text that is no JSON: {reason}") from None
+
+
+def _json_schema(text: str, _: Mapping[str, int]) -> str:
+    return json_grammar("json_schema", read_json("json_schema", text))
+
+
+def _regex(pattern: str, _: Mapping[str, int]) -> str:
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def _choice(texts: Sequence[str], special: Mapping[str, int]) -> str:
+    """As one regular expression: of some thousand alternatives of a grammar the parser would follow each."""
+    return _regex("|".join(re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text) for text in texts), special)
+
+
+def _ebnf(text: str, _: Mapping[str, int]) -> str:
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    try:
+        return wrapped(any_to_lark(text))
+    except (ValueError, RecursionError, IndexError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequest("ebnf", f"the grammar cannot be read: {reason}") from None
+
+
+def _structural_tag(text: str, special: Mapping[str, int]) -> str:
+    return wrapped(structural_tag.lark_of(read_json("structural_tag", text), special))
+
+
+def wrapped(lark: str) -> str:
+    """A Lark grammar in the form that grammars of several parts have, too."""
+    return json.dumps({"grammars": [{"name": "lark", "lark_grammar": lark}]})
+
+
+def _after_reasoning(source: str, thinking: Thinking, special: Mapping[str, int]) -> str:
+    """The grammar, behind the reasoning, which the model may leave out where the prompt has not begun it."""
+    parts = json.loads(source)["grammars"]
+    parts[0]["name"] = "answer"
+    end = literal(thinking.end, special)
+    if thinking.end in special:
+        rest = f"rest: /(?s:.*)/ {end}\n"
+    else:
+        rest = f"rest[suffix={end}]: /(?s:.*)/\n"
+    begin = "rest" if thinking.inside else f"(/\\s*/ {literal(thinking.begin, special)} rest)?"
+    main = f"start: {begin} /\\n{{0,2}}/ @answer\n{rest}"
+    return json.dumps({"grammars": [{"name": "main", "lark_grammar": main}, *parts]})
+
+
+_SOURCES = {"json_schema": _json_schema, "regex": _regex, "ebnf": _ebnf, "choice": _choice, "structural_tag": _structural_tag}

@@ -1,0 +1,41 @@
+"""Pieces of grammars in Lark, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from sidestream.errors import InvalidRequest
+
+ANY_TEXT = "/(?s:.*)/"
+# Between two tokens of JSON: nothing, a space, or a new line and its indentation. Free whitespace lets a model write it for ever.
+WHITESPACE = r"(?: |\n[ \t]{0,20})?"
+OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}  # lenient would ignore keywords that cannot be enforced
+
+
+def literal(text: str, special: Mapping[str, int]) -> str:
+    """A text, in which special tokens are those tokens: as a string alone they would not be admitted."""
+    if not text:
+        return '""'
+    if not special:
+        return quoted(text)
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    pieces = re.split(f"({pattern})", text)
+    return " ".join(f"<[{special[piece]}]>" if piece in special else quoted(piece) for piece in pieces if piece)
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def schema(value: Mapping[str, Any]) -> str:
+    """A JSON Schema in place."""
+    return "%json " + json.dumps({**value, "x-guidance": OPTIONS}, ensure_ascii=False)
+
+
+def check_schema(field: str, value: Mapping[str, Any]) -> None:
+    """The compiler takes options from a schema, among them to ignore what it cannot enforce. Raises InvalidRequest."""
+    if "x-guidance" in value:
+        raise InvalidRequest(field, "got the keyword x-guidance, which is no keyword of JSON Schema, must be left out")
