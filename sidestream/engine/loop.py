@@ -78,6 +78,7 @@ class EngineLoop:
         self.totals: Counter[str] = Counter()  # of tokens and requests
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process", "mask"), 0.0)
         self.weight_version = 0
+        self.max_jump = MAX_JUMP
         self._reported = 0.0  # when
         self._stopping = False
 
@@ -250,32 +251,30 @@ class EngineLoop:
         return masks
 
     def _look_ahead(self, request: Request, position: int, mask: npt.NDArray[np.uint32]) -> None:
-        """The mask of the token at `position` admits one alone: take it and those that must follow, and append them unsampled."""
+        """`mask` admits one token alone at `position`: take it and those that must follow it, and append these without sampling them."""
         constraint, ahead = request.constraint, request.ahead
         assert constraint is not None
-        room = request.max_tokens - (position + 2 - request.prompt_len)  # at least the last token is sampled
-        try:
-            if not request.known(position):
-                mask = mask.copy()
-                while len(request.known(position, MAX_JUMP)) <= min(room, MAX_JUMP - 1) and (only := _only(mask)) not in request.stop_ids:
-                    if only is None:
+        room = min(self.max_jump, request.max_tokens - (position + 2 - request.prompt_len))  # at least the last token is sampled
+        if not request.known(position):
+            mask = mask.copy()
+            try:
+                for _ in range(room + 1):
+                    only = _only(mask)
+                    if only is None or only in request.stop_ids:
                         break
                     request.ahead_completes = constraint.advance(only)
                     ahead.append(only)
                     if request.ahead_completes:
                         break
                     constraint.fill_mask(mask)
-        except Exception as error:
-            request.error = error
-            return
+            except Exception as error:  # as in `fill_masks`
+                request.error = error
+                return
         following = request.known(position + 1, max(room, 0))
-        if (
-            following
-            and request.ahead_completes
-            and position + 1 + len(following) == request.prompt_len + len(request.output_ids) + len(ahead)
-        ):
-            following.pop()  # the request ends with it: its row is not needed
-        if following and not request.aborting and request.num_tokens == position + 1:
+        last = request.prompt_len + len(request.output_ids) + len(ahead) - 1
+        if following and request.ahead_completes and position + len(following) == last:
+            following.pop()  # the request ends with it: nothing needs its row
+        if following and request.num_tokens == position + 1 and not request.aborting:
             request.append(following)
 
     # Results

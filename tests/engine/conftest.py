@@ -66,10 +66,13 @@ def open_engine(tiny_llama: Path) -> Callable[..., AbstractContextManager[_TestE
         streams: Streams | None = None,
         constraint: Callable[[Submit], Constraint | None] = lambda _: None,
         checked: bool = True,
+        jump: bool = True,
         **options: Any,
     ) -> Iterator[_TestEngine]:
         settings = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_tokens": 4096, "log_level": "warning"} | options
         engine = _TestEngine(str(model or tiny_llama), streams, constraint, **settings)
+        if not jump:  # tokens that a grammar leaves no choice of are sampled one by one
+            engine.loop.max_jump = 0
         try:
             yield engine
             if checked:

@@ -276,7 +276,7 @@ def constrain_first(message: Submit) -> OnlyTokens | None:
 def test_the_delayed_call_site_passes_the_flags_of_its_own_batch(
     open_engine: OpenEngine, spied: list[tuple[bool, bool, str]], overlap: bool
 ) -> None:
-    with open_engine(overlap=overlap, constraint=constrain_first) as engine:
+    with open_engine(overlap=overlap, constraint=constrain_first, jump=False) as engine:
         constrained, free = engine.generate(
             [[5, 6], [7, 8, 9]], greedy(8), return_hidden_states=[True, False], return_logprob=[False, True]
         )

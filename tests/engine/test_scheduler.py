@@ -111,7 +111,7 @@ class Harness:
             self.device,  # type: ignore[arg-type]
             copies,
             Limits(context, VOCABULARY, frozenset({EOS})),
-            Factories(lambda _: None, lambda _: None, lambda _: None),  # type: ignore[arg-type]
+            Factories(lambda _: None, lambda _: None, lambda *_: {}, lambda _: None),  # type: ignore[arg-type]
             emit=self._emitted,
             overlap=overlap,
         )
