@@ -101,7 +101,11 @@ class Choice:
     def _open_text(self) -> OutputText:
         sampling = self.prompt.sampling
         return OutputText(
-            self.prompt.tokenizer, self.prompt.ids, stop=tuple(sampling.stop), skip_special_tokens=sampling.skip_special_tokens
+            self.prompt.tokenizer,
+            self.prompt.ids,
+            stop=tuple(sampling.stop),
+            regexes=tuple(sampling.stop_regex),
+            skip_special_tokens=sampling.skip_special_tokens,
         )
 
     def _build(self, text: str, tokens: Sequence[int], rows: Sequence[Rows], finish: Finish | None, *, first: bool) -> Output:

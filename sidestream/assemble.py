@@ -129,12 +129,13 @@ def _build(
 
     def stop_matcher(message: Submit) -> StopMatcher | None:
         sampling = message.sampling
-        if not sampling.stop:
+        if not (sampling.stop or sampling.stop_regex):
             return None
         return StopStringMatcher(
             tokenizer,
             message.prompt.tolist(),
             tuple(sampling.stop),
+            regexes=tuple(sampling.stop_regex),
             skip_special_tokens=sampling.skip_special_tokens,
             min_new_tokens=sampling.min_new_tokens,
         )

@@ -14,6 +14,7 @@ from sidestream.errors import ContextLengthExceeded, InvalidRequest
 from sidestream.frontend import Facts, Frontend
 from sidestream.options import shown
 from sidestream.params import SamplingParams, outputs_per_prompt, per_prompt
+from sidestream.text.stop_regex import compiled
 
 PromptLike = str | Sequence[int]
 
@@ -63,6 +64,8 @@ def prepare(
             raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
         sampling.check(vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
         _check_length(facts, len(tokens), sampling)
+        for pattern in sampling.stop_regex:
+            compiled(pattern)
         grammar = frontend.grammar(sampling)
         if grammar is not None:
             frontend.grammars.check(grammar)

@@ -211,7 +211,7 @@ SERIES: tuple[Series, ...] = (
     Series(
         "step_seconds_total",
         "counter",
-        "Host time of the steps: planning, launching, processing results.",
+        "Host time of the steps: planning, launching, processing results, filling masks of grammars.",
         labels=("phase",),
         read=_each("step_seconds"),
     ),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from sidestream.text.stop_scanner import StopScanner
@@ -126,10 +127,11 @@ class OutputText:
         prompt_ids: Sequence[int],
         *,
         stop: tuple[str, ...] = (),
+        regexes: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
-        self._scanner = StopScanner(stop)
+        self._scanner = StopScanner(stop, regexes)
         self._shown: list[str] = []
         self._shown_length = 0
         self._held = ""
@@ -156,7 +158,8 @@ class OutputText:
         pieces = [self._held]
         for id in token_ids:
             piece = self._detokenizer.feed((id,))
-            self._scanner.feed(piece)
+            with suppress(TimeoutError):  # an expression that takes too long: the engine ends the request
+                self._scanner.feed(piece)
             pieces.append(piece)
             self._ends.append(self._scanner.length + self._detokenizer.pending)
         self._held = "".join(pieces)

@@ -77,7 +77,7 @@ def _ebnf(text: str, _: Mapping[str, int]) -> str:
 
     try:
         return wrapped(any_to_lark(text))
-    except (ValueError, RecursionError, IndexError) as error:
+    except Exception as error:  # bare ones among them
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InvalidRequest("ebnf", f"the grammar cannot be read: {reason}") from None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sidestream.text.detokenizer import Detokenizer
+from sidestream.text.stop_regex import too_slow
 from sidestream.text.stop_scanner import StopMatch, StopScanner
 
 if TYPE_CHECKING:
@@ -26,16 +27,24 @@ class StopStringMatcher:
         prompt_ids: Sequence[int],
         stop: tuple[str, ...],
         *,
+        regexes: tuple[str, ...] = (),
         skip_special_tokens: bool,
         min_new_tokens: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=skip_special_tokens)
-        self._scanner = StopScanner(stop)
+        self._scanner = StopScanner(stop, regexes)
+        self._regexes = regexes
         self._min_new_tokens = min_new_tokens
         self._tokens = 0
 
     def feed(self, token_id: int) -> StopMatch | None:
-        """The stop string that this token completed. One completed before `min_new_tokens` tokens is passed over for good."""
+        """The stop string that this token completed. One completed before `min_new_tokens` tokens is passed over for good.
+
+        Raises InvalidRequest for a regular expression that takes too long.
+        """
         self._tokens += 1
-        match = self._scanner.feed(self._detokenizer.feed((token_id,)))
+        try:
+            match = self._scanner.feed(self._detokenizer.feed((token_id,)))
+        except TimeoutError:
+            raise too_slow(self._regexes) from None
         return match if self._tokens >= self._min_new_tokens else None

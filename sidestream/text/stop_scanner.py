@@ -1,4 +1,4 @@
-"""Follows several stop strings through a text that arrives in pieces."""
+"""Follows several stop strings and expressions through a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sidestream.errors import InvalidRequest
+from sidestream.text.stop_regex import RegexScanner
 
 
 class StopMatch(NamedTuple):
-    stop: str
+    stop: str  # or the regular expression that matched
     offset: int  # where it starts: characters of the whole output text
 
 
@@ -21,19 +22,35 @@ class StopScanner:
     string and has nothing of an occurrence that the last piece completed. That one is the engine's to judge, see `OutputText`.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], regexes: Sequence[str] = ()) -> None:
         if "" in stop:
             raise InvalidRequest("stop", "a stop string must not be empty")
         self._stop = tuple(stop)
         self._borders = [_borders(each) for each in stop]
         self._matched = [0] * len(self._stop)  # for each: the text ends in that many of its first characters
         self._begin = re.compile("[" + "".join(re.escape(each[0]) for each in stop) + "]") if stop else None
+        self._regexes = RegexScanner(regexes) if regexes else None
         self._clear = 0  # the last place where nothing was begun
         self.length = 0  # characters of the text so far
         self.showable = 0
 
     def feed(self, text: str) -> StopMatch | None:
-        """Of the occurrences that end in this piece, the one that starts first; then the first in the order of the list."""
+        """Of the occurrences that end in this piece, the one that starts first; then the first in the order of the list, then a regex.
+
+        Raises TimeoutError where a regular expression takes too long.
+        """
+        found = self._feed(text)
+        if self._regexes is None:
+            return found
+        try:
+            match = self._regexes.feed(text)
+        finally:
+            self.showable = min(self.showable, self._regexes.showable)
+        if match is None or (found is not None and found.offset <= match.offset):
+            return found
+        return StopMatch(match.stop, match.offset)
+
+    def _feed(self, text: str) -> StopMatch | None:
         best: tuple[int, int] | None = None  # start, index in the list
         showable: int | None = None
         at = 0

@@ -326,13 +326,17 @@ IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
         ("logit_bias", {"--5": 1}, "'--5'"),
         ("logit_bias", {"05": 1}, "'05'"),
         ("logit_bias", {"320": 1}, "319"),
-        ("response_format", {"type": "json_object"}, "not supported yet"),
+        ("response_format.json_schema.schema", {"type": "json_schema", "json_schema": {"name": "a"}}, "must be"),
+        ("response_format.json_schema", {"type": "text", "json_schema": {"name": "a"}}, "must be left out"),
         ("tools", [{"type": "function", "function": {"name": "f"}}], "not supported yet"),
         ("tool_choice", "required", "auto"),
-        ("regex", "a+", "not supported yet"),
-        ("ebnf", "root ::= 'a'", "not supported yet"),
-        ("json_schema", "{}", "not supported yet"),
-        ("structured_outputs", {"regex": "a"}, "not supported yet"),
+        ("regex", "a(", "regex parse error"),
+        ("ebnf", "root ::= 'a'", "cannot be read"),
+        ("json_schema", "{", "no JSON"),
+        ("json_schema", {"not": {}}, '"not"'),
+        ("json_schema", {"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
+        ("structured_outputs.regex", {"regex": "a("}, "regex parse error"),
+        ("structured_outputs", {"regex": "a", "choice": ["a"]}, "must have one of"),
         ("reasoning_effort", "low", "not supported yet"),
         ("chat_template", "{{ 1 }}", "--chat-template"),
         ("truncate_prompt_tokens", 5, "never cut"),
@@ -354,6 +358,15 @@ def test_what_cannot_be_done_is_refused_by_name(server: Any, field: str, value: 
     error = refused(server, REQUEST | {field.partition(".")[0]: value})
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
     assert error["param"].startswith(field) and words in error["message"], error
+
+
+def test_two_different_grammars_are_refused(server: Any) -> None:
+    for body, param, words in (
+        ({"regex": "a", "structured_outputs": {"regex": "b"}}, "structured_outputs.regex", "must be the same"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex", "at most one of"),
+    ):
+        error = refused(server, REQUEST | body)
+        assert error["param"] == param and words in error["message"], error
 
 
 def test_bodies_that_are_no_request_are_refused(server: Any) -> None:
@@ -473,7 +486,7 @@ def test_the_fields_of_the_schema_say_what_they_are_for(server: Any) -> None:
     document = server.http.get("/openapi.json").json()
     schema = document["components"]["schemas"]["ChatRequest"]
     assert schema["required"] == ["messages"] and schema["additionalProperties"] is False
-    assert schema["properties"]["regex"] == {"description": "Structured output is not supported yet.", "type": "null", "default": None}
+    assert "regular expression" in str(schema["properties"]["regex"])
     assert {"type": "integer", "minimum": 1, "maximum": 128} in [
         {key: value for key, value in each.items() if key != "description"} for each in schema["properties"]["n"]["anyOf"]
     ]

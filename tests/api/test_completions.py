@@ -210,7 +210,8 @@ def test_null_is_the_same_as_nothing_for_every_field(server: Any) -> None:
         ("min_tokens", 13, "12"),
         ("messages", [], "not a field"),
         ("chat_template", "a", "not a field"),
-        ("response_format.type", {"type": "json_object"}, "not supported yet"),
+        ("response_format.type", {"type": "xml"}, "json_schema"),
+        ("response_format.json_schema.schema", {"type": "json_schema"}, "must be a JSON Schema"),
         ("rid", "", "length >= 1"),
     ],
 )

@@ -433,8 +433,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "a", "custom_logit_processor": "x"}, "custom_logit_processor", "no custom logit processors"),
     ({"text": "a", "priority": 3}, "priority", "no priorities"),
     *(
-        ({"text": "a", "sampling_params": {name: "x"}}, f"sampling_params.{name}", "not supported yet")
-        for name in ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex")
+        ({"text": "a", "sampling_params": {name: value}}, f"sampling_params.{name}", words)
+        for name, value, words in (
+            ("json_schema", "x", "no JSON"),
+            ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable"),
+            ("regex", "[^\\s\\S]", "admits no text"),
+            ("ebnf", "x", "cannot be read"),
+            ("structural_tag", "[]", "structural_tag"),
+            ("stop_regex", "(", "regular expression"),
+            ("stop_regex", "a*", "empty text"),
+            ("require_reasoning", True, "without a grammar"),
+            ("max_thinking_tokens", 5, "does not reason"),
+        )
     ),
     ({"text": "a", "sampling_params": {"no_stop_trim": True}}, "sampling_params.no_stop_trim", "output_ids have all of it"),
     ({"text": "a", "sampling_params": {"custom_params": {"a": 1}}}, "sampling_params.custom_params", "no custom logit processors"),
