@@ -46,8 +46,8 @@ class Scale:
     tokens: int = 64  # of an answer
     endless: int = 4000  # tokens of a request that is to be open when something happens
     choices: int = 1  # of such a request
-    slow: int = 4
-    unread_choices: int = 8  # of a stream that nobody reads: what waits must pass the bound
+    slow: int = 2
+    unread_choices: int = 32  # of a stream that nobody reads: what waits must pass the bound
     layers: int = 31  # whose rows it asks for
     disconnects: int = 500
     body_limit: int = 64 * 2**20
@@ -325,7 +325,7 @@ async def slow_readers(start: Start, scale: Scale) -> Tally:
     server, tally = start(environ=DEBUG), Tally()
     unread = generate(
         100,
-        scale.endless,
+        scale.endless * 3 // 4,
         sampling_params={"n": scale.unread_choices},
         return_hidden_states=True,
         hidden_states_layers=list(range(scale.layers)),

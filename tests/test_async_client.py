@@ -230,3 +230,18 @@ def test_numbers_of_any_size_cross_to_the_engine(tiny_llama: Path) -> None:
             assert not engine.router.prompts
 
     run(work())
+
+
+@pytest.mark.parametrize("given", [None, "77"])
+def test_the_engine_does_not_spin_for_long(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+    """Unless somebody says so: another process that uses a core would bring it nearly to a stop."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if given is not None:
+        monkeypatch.setenv("GOMP_SPINCOUNT", given)
+
+    async def work() -> None:
+        async with AsyncEngine(str(tiny_llama), **OPTIONS) as engine:
+            environment = Path(f"/proc/{engine.pid}/environ").read_bytes().split(b"\0")
+            assert f"GOMP_SPINCOUNT={given or 3000}".encode() in environment
+
+    run(work())

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 from starlette.responses import Response
 
 from sidestream.api.fields import HiddenStatesFormat
+from sidestream.api.large import LargeJson, others_first
 from sidestream.api.sse import LargeResponse
 from sidestream.errors import InvalidRequest
 from sidestream.output import HiddenStates, Output
 
-SLICE_NUMBERS = 32 * 1024  # of JSON numbers encoded at a time: a few milliseconds
+SLICE_NUMBERS = 8 * 1024  # of JSON encoded at a time: 2 milliseconds
 SLICE_BYTES = 3 * 2**18  # of base64: a multiple of 3, so that slices join
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 _encode = msgspec.json.Encoder().encode
 
 
-async def hidden_json(output: Output, form: HiddenStatesFormat, *, start: int, streamed: bool = False) -> msgspec.Raw | None:
+async def hidden_json(output: Output, form: HiddenStatesFormat, *, start: int, streamed: bool = False) -> LargeJson | None:
     """The JSON of an output's rows; None where there are none. `start` as the request gave it.
 
     json: with one layer and start 0, SGLang's shape: the list of the prompt's rows, then one row per output step (in a stream each
@@ -33,16 +35,15 @@ async def hidden_json(output: Output, form: HiddenStatesFormat, *, start: int, s
     if states is None:
         return None
     if form == "base64":
-        return _object(states, b'"%b"' % await _base64(states.raw))
-    rows = await _rows(states)
+        return _object(states, [b'"', *await _base64(states.raw), b'"'])
     if len(states.layers) == 1 and start == 0:
-        return msgspec.Raw(_as_sglang(rows, states.positions, output.prompt_tokens, streamed))
-    return _object(states, b"[%b]" % b",".join(b"[%b]" % b",".join(layers) for layers in rows))
+        return LargeJson(await _as_sglang(states, sum(position < output.prompt_tokens for position in states.positions), streamed))
+    return _object(states, await _nested(states))
 
 
-def _object(states: HiddenStates, data: bytes) -> msgspec.Raw:
+def _object(states: HiddenStates, data: Sequence[bytes]) -> LargeJson:
     head = _encode(described(states))
-    return msgspec.Raw(b'%b,"data":%b}' % (head[:-1], data))
+    return LargeJson([b'%b,"data":' % head[:-1], *data, b"}"])
 
 
 def described(states: HiddenStates) -> dict[str, Any]:
@@ -54,32 +55,45 @@ def described(states: HiddenStates) -> dict[str, Any]:
     }
 
 
-async def _base64(raw: Any) -> bytes:
-    view, pieces = memoryview(raw), []
+async def _base64(raw: npt.NDArray[np.uint8]) -> list[bytes]:
+    view, pieces = raw.data, []
     for start in range(0, len(view), SLICE_BYTES):
         pieces.append(base64.b64encode(view[start : start + SLICE_BYTES]))
-        await asyncio.sleep(0)
-    return b"".join(pieces)
+        await others_first()
+    return pieces
 
 
-async def _rows(states: HiddenStates) -> list[list[bytes]]:
-    """The JSON of each row's layers. msgspec writes null for what JSON cannot hold."""
-    numbers = states.numbers()
+async def _nested(states: HiddenStates) -> list[bytes]:
+    """A list of rows, each a list of layers."""
+    rows, layers, _ = states.shape
+    if not rows:
+        return [b"[]"]
+    return [*await _vectors(states, lambda place: b"[[" if place == 0 else b"],[" if place % layers == 0 else b","), b"]]"]
+
+
+async def _as_sglang(states: HiddenStates, of_prompt: int, streamed: bool) -> list[bytes]:
+    """The list of the prompt's rows, which a part of a stream may be without, and behind it the others."""
+    rows = states.shape[0]
+    if not rows:
+        return [b"[]" if streamed else b"[[]]"]
+    first = b"[[" if of_prompt else b"[" if streamed else b"[[],"
+    pieces = await _vectors(states, lambda place: first if place == 0 else b"]," if place == of_prompt else b",")
+    return [*pieces, b"]]" if of_prompt == rows else b"]"]
+
+
+async def _vectors(states: HiddenStates, before: Callable[[int], bytes]) -> list[bytes]:
+    """The JSON of each layer of each row, and before it what `before` says. msgspec writes null for what JSON cannot hold."""
     rows, layers, width = states.shape
-    step = max(1, SLICE_NUMBERS // max(1, layers * width))
-    encoded: list[list[bytes]] = []
-    for first in range(0, rows, step):
-        encoded += [[_encode(layer) for layer in row] for row in numbers[first : first + step].tolist()]
-        await asyncio.sleep(0)
-    return encoded
-
-
-def _as_sglang(rows: Sequence[Sequence[bytes]], positions: Sequence[int], prompt_tokens: int, streamed: bool) -> bytes:
-    prompt = [row[0] for row, position in zip(rows, positions, strict=True) if position < prompt_tokens]
-    steps = [row[0] for row, position in zip(rows, positions, strict=True) if position >= prompt_tokens]
-    if streamed and not prompt:
-        return b"[%b]" % b",".join(steps)
-    return b"[%b]" % b",".join([b"[%b]" % b",".join(prompt), *steps])
+    size = states.raw.nbytes // (rows * layers)
+    step = max(1, SLICE_NUMBERS // width)
+    pieces: list[bytes] = []
+    for first in range(0, rows * layers, step):
+        count = min(step, rows * layers - first)
+        part = replace(states, raw=states.raw[first * size : (first + count) * size], shape=(1, count, width))
+        for place, vector in enumerate(part.numbers()[0].tolist(), first):
+            pieces += before(place), _encode(vector)
+        await others_first()
+    return pieces
 
 
 class Packed(NamedTuple):
@@ -107,8 +121,8 @@ def safetensors_response(answer: Any, tensors: Mapping[str, HiddenStates]) -> Re
         header[name] = {"dtype": SAFETENSORS_DTYPES[states.dtype], "shape": list(states.shape), "data_offsets": [start, end]}
     written = _encode(header)
     written += b" " * (-len(written) % 8)  # the format wants the bytes aligned
-    body = b"".join([len(written).to_bytes(8, "little"), written, *(states.raw.data for states in tensors.values())])
-    return LargeResponse(body, media_type="application/octet-stream")
+    pieces: list[bytes | memoryview] = [len(written).to_bytes(8, "little"), written, *(states.raw.data for states in tensors.values())]
+    return LargeResponse(pieces, media_type="application/octet-stream")
 
 
 def check_format(form: str | None, *, wanted: Any, streamed: bool) -> HiddenStatesFormat:
