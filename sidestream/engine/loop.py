@@ -79,6 +79,7 @@ class EngineLoop:
         self.seconds: dict[str, float] = dict.fromkeys(("plan", "launch", "process", "mask"), 0.0)
         self.weight_version = 0
         self.max_jump = MAX_JUMP
+        self._mask_words = -(-limits.vocab_size // 32)
         self._reported = 0.0  # when
         self._stopping = False
 
@@ -230,52 +231,46 @@ class EngineLoop:
     def fill_masks(self, batch: Batch) -> Masks:
         """Packed grammar masks of the sampled rows; all ones where a row has no grammar. [sampled, ceil(vocabulary/32)]."""
         started = time.perf_counter()
-        masks = np.full((len(batch.sampled), -(-self.limits.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        rows: dict[int, tuple[Request, int]] = {}  # row -> request, position of the token to sample
-        asked: dict[int, Constraint] = {}
-        for row, (span, position) in enumerate(zip(batch.sampled, batch.sampling.lengths.tolist(), strict=True)):
-            request = batch.requests[span]
-            if request.constraint is None or request.finish_reason is not None:
-                continue
-            rows[row] = request, position
-            if known := request.known(position):
+        masks = np.full((len(batch.sampled), self._mask_words), 0xFFFFFFFF, np.uint32)
+        rows = {row: request for row, span in enumerate(batch.sampled) if _is_constrained(request := batch.requests[span])}
+        self._foresee(list(rows.values()))
+        for row, request in rows.items():
+            if known := request.known(int(batch.sampling.lengths[row])):
                 _admit_only(known[0], masks[row])
-            else:
-                asked[row] = request.constraint
-        for row, error in self.factories.fill_masks(asked, masks).items():
-            rows.pop(row)[0].error = error  # the request ends with this step; its row is sampled like one without a grammar
-            masks[row] = 0xFFFFFFFF
-        for row in _single(masks, [row for row, (request, _) in rows.items() if request.may_jump]):
-            self._look_ahead(*rows[row], masks[row])
+            elif request.next_mask is not None:  # else its grammar failed: the request ends with this step, sampled like one without
+                masks[row] = request.next_mask
         self.seconds["mask"] += time.perf_counter() - started
         return masks
 
-    def _look_ahead(self, request: Request, position: int, mask: npt.NDArray[np.uint32]) -> None:
-        """`mask` admits one token alone at `position`: take it and those that must follow it, and append these without sampling them."""
-        constraint, ahead = request.constraint, request.ahead
-        assert constraint is not None
-        room = min(self.max_jump, request.max_tokens - (position + 2 - request.prompt_len))  # at least the last token is sampled
-        if not request.known(position):
-            mask = mask.copy()
-            try:
-                for _ in range(room + 1):
-                    only = _only(mask)
-                    if only is None or only in request.stop_ids:
-                        break
-                    request.ahead_completes = constraint.advance(only)
-                    ahead.append(only)
-                    if request.ahead_completes:
-                        break
-                    constraint.fill_mask(mask)
-            except Exception as error:  # as in `fill_masks`
-                request.error = error
-                return
-        following = request.known(position + 1, max(room, 0))
-        last = request.prompt_len + len(request.output_ids) + len(ahead) - 1
-        if following and request.ahead_completes and position + len(following) == last:
-            following.pop()  # the request ends with it: nothing needs its row
-        if following and request.num_tokens == position + 1 and not request.aborting:
-            request.append(following)
+    def _foresee(self, requests: Sequence[Request]) -> None:
+        """Find the mask of each request's next token that is not known. Where it leaves no choice the token is known, too."""
+        asked = [request for request in requests if request.next_mask is None and not request.ahead_completes]
+        masks = np.empty((len(asked), self._mask_words), np.uint32)
+        constraints = {row: request.constraint for row, request in enumerate(asked) if request.constraint is not None}
+        failed = self.factories.fill_masks(constraints, masks)
+        for row, request in enumerate(asked):
+            request.error = failed.get(row)
+            request.next_mask = None if row in failed else masks[row]
+        for request in requests:
+            if request.may_jump and request.next_mask is not None:
+                self._look_ahead(request, request.next_mask)
+            if following := request.to_append():
+                request.append(following)
+
+    def _look_ahead(self, request: Request, mask: npt.NDArray[np.uint32]) -> None:
+        """Take the tokens that the grammar leaves no choice of, and find the mask of the one behind them."""
+        assert request.constraint is not None
+        end = request.num_tokens + min(self.max_jump, request.room)
+        try:
+            while request.next_position < end and (only := _only(mask)) is not None and only not in request.stop_ids:
+                request.ahead_completes = request.constraint.advance(only)
+                request.ahead.append(only)
+                if request.ahead_completes:
+                    request.next_mask = None
+                    return
+                request.constraint.fill_mask(mask)
+        except Exception as error:  # the request ends with its next step
+            request.error, request.next_mask = error, None
 
     # Results
 
@@ -299,6 +294,8 @@ class EngineLoop:
                 self._take(request, token, appended, rows, span, step)
             self.scheduler.step_processed(request)
         self._emit(step)
+        if batch.has_constraint and not self.overlap:  # else a step is under way already that samples the next token
+            self._foresee([request for request in batch.requests if _is_constrained(request)])
         self.totals["generation_tokens"] += len(step.tokens)
         now = time.perf_counter()
         self.seconds["process"] += now - started
@@ -367,6 +364,7 @@ class EngineLoop:
         if request.constraint is None:
             return False
         if not request.ahead:
+            request.next_mask = None
             return request.constraint.advance(token)
         known = request.ahead.popleft()  # it has taken it already
         assert token == known, "the mask admitted one token alone"
@@ -444,17 +442,15 @@ class EngineLoop:
 
 def _only(mask: npt.NDArray[np.uint32]) -> int | None:
     """The token id that a mask admits, if it is one alone."""
-    (words,) = np.nonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    bits = int(mask[words[0]])
-    return None if bits & (bits - 1) else 32 * int(words[0]) + bits.bit_length() - 1
+    word = int(mask.argmax())
+    bits = int(mask[word])
+    return None if bits & (bits - 1) else 32 * word + bits.bit_length() - 1
 
 
-def _single(masks: npt.NDArray[np.uint32], rows: Sequence[int]) -> list[int]:
-    """Those of the rows that admit one token alone."""
-    likely = np.array(rows, np.int64)[np.count_nonzero(masks[rows], axis=1) == 1] if rows else ()
-    return [int(row) for row in likely if _only(masks[row]) is not None]
+def _is_constrained(request: Request) -> bool:
+    return request.constraint is not None and request.finish_reason is None and request.error is None
 
 
 def _admit_only(token: int, mask: npt.NDArray[np.uint32]) -> None:

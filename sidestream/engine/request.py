@@ -118,6 +118,7 @@ class Request:
         "matched_stop",
         "matcher",
         "max_tokens",
+        "next_mask",
         "node",
         "num_computed",
         "num_tokens",
@@ -181,6 +182,7 @@ class Request:
         # sampled like any other, those behind it are appended without being sampled.
         self.ahead: deque[int] = deque()
         self.ahead_completes = False  # the grammar, with the last of them
+        self.next_mask: npt.NDArray[np.uint32] | None = None  # of the first token behind them, once it was asked for
         self.unsent: tuple[int, npt.NDArray[np.int32]] | None = None  # appended tokens from a position on, not in the token table yet
         self.in_flight = 0
         self.aborting = False
@@ -229,7 +231,25 @@ class Request:
     def known(self, position: int, count: int = 1) -> list[int]:
         """Of the tokens taken ahead, `count` from an absolute position on; fewer where they end."""
         first = position - len(self.prompt) - len(self.output_ids)
-        return list(islice(self.ahead, first, first + count))
+        return list(islice(self.ahead, first, first + count)) if count > 0 else []
+
+    @property
+    def next_position(self) -> int:
+        """Of the first token that is not known: it is the one that the grammar's next mask is for."""
+        return len(self.prompt) + len(self.output_ids) + len(self.ahead)
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be appended: the last one is sampled."""
+        return max(0, self.max_tokens - self.samples_launched - 1)
+
+    def to_append(self) -> list[int]:
+        """Known tokens behind all that was launched. One that completes the grammar is sampled: it needs no row."""
+        if self.num_computed < len(self.prompt) or self.unsent is not None or self.state is not State.RUNNING:
+            return []
+        if self.aborting or not self.may_jump:
+            return []
+        return self.known(self.num_tokens, min(self.room, self.next_position - self.ahead_completes - self.num_tokens))
 
     def append(self, tokens: Sequence[int]) -> None:
         """Tokens that follow the last one that was launched, without sampling them: the next span is longer by so many."""
