@@ -18,6 +18,15 @@ def _is_native(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and cpu.native() is not None and logits.dtype == torch.float32 and logits.is_contiguous()
 
 
+def admit(logits: Tensor, masks: Tensor) -> Tensor:
+    """A copy with -inf where a mask has no bit: id i is bit i % 32 of word i // 32. masks: [rows, ceil(vocabulary/32)] int32."""
+    if _is_native(logits):
+        return cpu.admit(logits, masks)
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
+    admitted = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]
+    return logits.masked_fill(~admitted, -torch.inf)
+
+
 def best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest value of each row and its id; a NaN is larger than every number. [rows] float32, [rows] int64."""
     if _is_native(logits):

@@ -151,7 +151,8 @@ def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Uploa
     """Transforms 1 to 3, on a copy where there are any."""
     if mask is None and not plan.features & (Feature.PENALTY | Feature.EDIT):
         return logits
-    logits = logits.clone()
+    # What is masked out stays so whatever is added to it: the mask's pass is the one that copies.
+    logits = logits.clone() if mask is None else row_ops.admit(logits, upload(mask.view(np.int32)))
     if plan.penalised is not None:
         _penalise(logits, plan, token_table, upload)
     if plan.bias is not None:
@@ -165,10 +166,6 @@ def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Uploa
     if plan.banned is not None:
         rows, ids = map(upload, plan.banned)
         logits[rows, ids] = -torch.inf
-    if mask is not None:
-        bits = upload(mask.view(np.int32))[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)
-        admitted = (bits & 1).bool().flatten(1)[:, : logits.shape[1]]  # [rows, vocabulary]
-        logits.masked_fill_(~admitted, -torch.inf)
     return logits
 
 

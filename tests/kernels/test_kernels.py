@@ -171,6 +171,19 @@ LENGTHS = [1, 2, 3, 7, 8, 15, 16, 17, 31, 100, 1023, 1025, 5000]
 ROW_KINDS = ["normal", "ties", "equal", "masked", "all masked", "NaN", "huge"]
 
 
+def test_admit(use_isa: str) -> None:
+    random = np.random.default_rng(5)
+    for n in LENGTHS:
+        x = torch.from_numpy(random.standard_normal((5, n), np.float32))
+        words = random.integers(0, 2**32, (5, -(-n // 32)), np.uint32)
+        words[:, ::3] = 0xFFFFFFFF
+        bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :n].astype(bool)
+        got = cpu.admit(x, torch.from_numpy(words.view(np.int32)))
+        assert torch.equal(got, x.masked_fill(torch.from_numpy(~bits), -torch.inf))
+    with pytest.raises(ValueError, match="masks"):
+        cpu.admit(torch.zeros(2, 33), torch.zeros(2, 1, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_argmax_and_top_k(use_isa: str, kind: str) -> None:
     random = generator(6)

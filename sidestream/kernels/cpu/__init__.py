@@ -46,6 +46,16 @@ def isa() -> str:
     return _choose(os.environ.get(ISA_VARIABLE, ""))
 
 
+def admit(logits: Tensor, masks: Tensor) -> Tensor:
+    """A copy with -inf where the masks have no bit: id i is bit i % 32 of word i // 32. [rows, n], [rows, ceil(n/32)] int32."""
+    rows, n = _check_rows(logits)
+    if masks.shape != (rows, -(-n // 32)) or masks.dtype != torch.int32 or not masks.is_contiguous():
+        raise ValueError(f"masks: got {tuple(masks.shape)} {masks.dtype}, must be contiguous ({rows}, {-(-n // 32)}) int32")
+    out = torch.empty_like(logits)
+    _extension().admit(isa(), logits.data_ptr(), masks.data_ptr(), rows, n, out.data_ptr(), torch.get_num_threads())
+    return out
+
+
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest value of each row and its index, of equal ones the first; NaN is the largest. [rows, n] -> float32, int64 [rows]."""
     rows, n = _check_rows(logits)

@@ -137,6 +137,8 @@ struct Kernels {
     void (*convert)(const float* x, int n, RowType type, void* out);
     void (*widen)(const bf16* x, int n, float* out);
     // Sampling help over one row of logits.
+    // A copy in which what the mask does not admit is -inf: id i is bit i % 32 of word i / 32.
+    void (*admit)(const float* x, const std::uint32_t* mask, int n, float* out);
     int (*argmax)(const float* x, int n, float* value);  // the first of equal ones; a NaN is larger than every number
     float (*logsumexp)(const float* x, int n);
     // The k best, best first, of equal ones the lower id first. k <= n.

@@ -360,7 +360,7 @@ void widen(const bf16* x, int n, float* out) {
 
 constexpr Kernels table(const char* isa) {
     return Kernels{isa,    matmul, rms_norm, embed,      rope,    to_bf16, attend, merge,
-                  finish, group_sums, quantize, convert, widen, argmax, logsumexp, top_k, nucleus, draw};
+                  finish, group_sums, quantize, convert, widen, admit, argmax, logsumexp, top_k, nucleus, draw};
 }
 
 }  // namespace

@@ -129,6 +129,13 @@ NB_MODULE(_native, m) {
             self.logits(at<const bf16>(hidden), rows, at<float>(out), threads);
         });
 
+    m.def("admit", [](const std::string& isa, Address x, Address masks, int rows, int n, Address out, int threads) {
+        const Kernels& kernels = kernels_named(isa);
+        const int words = (n + 31) / 32;
+        over_rows(rows, threads, [&](std::ptrdiff_t i) {
+            kernels.admit(at<const float>(x) + i * n, at<const std::uint32_t>(masks) + i * words, n, at<float>(out) + i * n);
+        });
+    });
     m.def("argmax", [](const std::string& isa, Address x, int rows, int n, Address values, Address ids, int threads) {
         const Kernels& kernels = kernels_named(isa);
         over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(ids)[i] = kernels.argmax(at<const float>(x) + i * n, n, at<float>(values) + i); });

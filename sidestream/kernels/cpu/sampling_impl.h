@@ -14,6 +14,19 @@ inline float largest(const float* x, int n) {
     return reduce_max(most);
 }
 
+void admit(const float* x, const std::uint32_t* mask, int n, float* out) {
+    const std::uint32_t all = 0xFFFFFFFFu;
+    for (int start = 0; start < n; start += 32) {
+        const std::uint32_t bits = mask[start / 32];
+        const int count = n - start < 32 ? n - start : 32;
+        if (bits == all) {
+            __builtin_memcpy(out + start, x + start, sizeof(float) * (std::size_t)count);
+        } else {
+            for (int i = 0; i < count; i++) out[start + i] = bits >> i & 1 ? x[start + i] : -__builtin_inff();
+        }
+    }
+}
+
 int argmax(const float* x, int n, float* value) {
     bool nan = false;
     int i = 0;

@@ -126,6 +126,14 @@ void test_sampling(const Kernels& kernels) {
             check(drawn >= 0 && drawn < n && std::isfinite(x.get()[drawn]), "an id without weight was drawn", kernels.isa);
         }
         check(std::isfinite(kernels.logsumexp(x.get(), n)), "logsumexp", kernels.isa);
+        Exact<std::uint32_t> mask(static_cast<std::size_t>((n + 31) / 32));
+        for (std::uint32_t& word : mask) word = random_int(0, 2) ? 0x5A5A5A5Au : 0xFFFFFFFFu;
+        Exact<float> admitted(static_cast<std::size_t>(n));
+        kernels.admit(x.get(), mask.get(), n, admitted.get());
+        for (int i = 0; i < n; i++) {
+            const float want = mask.get()[i / 32] >> i % 32 & 1 ? x.get()[i] : -std::numeric_limits<float>::infinity();
+            check(admitted.get()[i] == want, "admit", kernels.isa);
+        }
         for (const RowType type : {RowType::BF16, RowType::F32, RowType::F16}) {
             Exact<char> out(static_cast<std::size_t>(n) * (type == RowType::F32 ? 4 : 2));
             kernels.convert(x.get(), n, type, out.get());
