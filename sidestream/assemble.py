@@ -174,7 +174,7 @@ def _build(
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         itemsize=dtype.itemsize,
-        backend=type(decoder).__name__,
+        backend=_backend_name(decoder),
         overlap=overlap,
         max_running=running,
         arena_bytes=config.arena_memory,
@@ -182,6 +182,12 @@ def _build(
         page_size=size.page_size,
     )
     return Assembled(loop, Frontend(facts, tokenizer, template_of(model.chat_template, tokenizer, model.name), grammars))
+
+
+def _backend_name(decoder: Interpreter) -> str:
+    """With the instruction set: the same request may get other numbers with another one."""
+    isa = getattr(decoder, "isa", None)
+    return type(decoder).__name__ if isa is None else f"{type(decoder).__name__} ({isa})"
 
 
 def _check_same_model(spec: DecoderSpec, want: DecoderSpec, path: str) -> None:

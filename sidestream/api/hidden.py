@@ -127,7 +127,7 @@ def safetensors_response(answer: Any, tensors: Mapping[str, HiddenStates]) -> Re
 
 def check_format(form: str | None, *, wanted: Any, streamed: bool) -> HiddenStatesFormat:
     """The format asked for. Raises InvalidRequest where it cannot be had, or would be ignored."""
-    if form is not None and not wanted:
+    if form not in (None, "json") and not wanted:  # json is what there would be anyway
         raise InvalidRequest("hidden_states_format", f"got {form!r}, must be left out without return_hidden_states")
     if form == "safetensors" and streamed:
         raise InvalidRequest("hidden_states_format", "got 'safetensors', which is one body, must be 'json' or 'base64' with stream")

@@ -133,9 +133,9 @@ async def asked_for(engine: AsyncEngine, body: Generate) -> Asked:
     outputs = _outputs(body, len(ids))
     wanted = outputs_per_prompt(outputs, len(ids))
     form = check_format(body.hidden_states_format, wanted=any(each.return_hidden_states for each in wanted), streamed=bool(body.stream))
-    if body.logprobs_format is not None and not any(each.return_logprob for each in wanted):
-        raise InvalidRequest("logprobs_format", f"got {body.logprobs_format!r}, must be left out without return_logprob")
     flat = body.logprobs_format == "flat"
+    if flat and not any(each.return_logprob for each in wanted):
+        raise InvalidRequest("logprobs_format", "got 'flat', must be left out without return_logprob")
     if flat and body.return_text_in_logprobs:
         raise InvalidRequest("return_text_in_logprobs", 'got true, must be left out with logprobs_format "flat": arrays hold no texts')
     if body.incremental and not body.stream:

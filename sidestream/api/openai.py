@@ -116,8 +116,8 @@ def asked_for(body: OpenAIRequest, *, logprobs: bool | None, top_logprobs: str, 
     return_logprob = OutputParams(**outputs).return_logprob
     if logprobs is False and return_logprob:
         raise InvalidRequest("logprobs", "got false, must be true or left out beside fields that ask for logprobs")
-    if body.logprobs_format is not None and not return_logprob:
-        raise InvalidRequest("logprobs_format", f"got {body.logprobs_format!r}, must be left out without logprobs")
+    if body.logprobs_format == "flat" and not return_logprob:
+        raise InvalidRequest("logprobs_format", "got 'flat', must be left out without logprobs")
     form = check_format(body.hidden_states_format, wanted=outputs.get("return_hidden_states"), streamed=bool(body.stream))
     return Asked(sampling, outputs, names, max_tokens is None, return_logprob, body.logprobs_format == "flat", form)
 
