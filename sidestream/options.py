@@ -182,6 +182,8 @@ def _json_text(value: Any) -> str:
 
 
 def _object(value: Any) -> dict[str, Any]:
+    if isinstance(value, type) and hasattr(value, "model_json_schema"):  # a model of Pydantic
+        value = value.model_json_schema()
     if not isinstance(value, Mapping):
         raise ValueError
     return dict(value)
