@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from sidestream.errors import ConfigError
-from sidestream.text.events import Content, Event, Reasoning, held_back
+from sidestream.text.tools.events import Content, Event, Reasoning, held_back
 
 
 @dataclass(frozen=True)

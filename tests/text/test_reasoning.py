@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sidestream.errors import ConfigError
-from sidestream.text.events import Content, Reasoning
 from sidestream.text.reasoning import FORMATS, ReasoningParser, reasoning_of
+from sidestream.text.tools.events import Content, Reasoning
 
 THINK, MISTRAL = FORMATS["think"], FORMATS["mistral"]
 

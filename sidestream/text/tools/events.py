@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
 
-class Reasoning(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Reasoning:
     """Text that the model wrote before its answer."""
 
     text: str
 
 
-class Content(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Content:
     """Text of the answer."""
 
     text: str
 
 
-class CallBegun(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallBegun:
     """The model calls a tool. `index` counts the calls of an answer from 0."""
 
     index: int
@@ -25,7 +29,8 @@ class CallBegun(NamedTuple):
     name: str
 
 
-class Arguments(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Arguments:
     """More of the JSON text of a call's arguments."""
 
     index: int

@@ -1,0 +1,148 @@
+"""Llama's calls as Python: `[f(a=1), g(b="x")]`. The text is parsed and never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from typing import Any
+
+from sidestream.text.tools.parser import CallParser
+
+HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(", re.ASCII)
+MAYBE_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.-]*\s*)?", re.ASCII)
+PLAIN = re.compile(r"[^\"'\\()\[\]{}]*")
+ESCAPES = re.compile(r"\\(.)", re.DOTALL)
+PYTHONS_ESCAPES = "\\'\"abfnrtvxuU01234567\n"
+WORDS = {"true": True, "false": False, "null": None}  # of JSON, which models mix in
+
+
+class PythonicParser(CallParser):
+    def _start(self, final: bool) -> None:
+        """Only space has come."""
+        text = self._pending.lstrip()
+        if text.startswith("["):
+            self._open(len(self._pending) - len(text) + 1)
+        elif text or final:
+            self._step = self._text
+
+    def _open(self, at: int) -> None:
+        """A call may begin at `at`; the text before it is content if there is none."""
+        self._at = at
+        self._step = self._head
+
+    def _head(self, final: bool) -> None:
+        head = HEAD.match(self._pending, self._at)
+        if head is not None and head[1] in self._names:
+            self._name, self._at, self._from = head[1], head.end(), head.end()
+            self._closer = _Closer()
+            self._step = self._inside
+        elif head is not None or final or MAYBE_HEAD.fullmatch(self._pending, self._at) is None:
+            self._step = self._text
+
+    _name = ""
+    _at = _from = 0
+
+    def _inside(self, final: bool) -> None:
+        self._at = self._closer.find(self._pending, self._at)
+        if self._closer.found:
+            arguments = read_arguments(self._pending[self._from : self._at - 1])
+            if arguments is not None:
+                self._begin(self._name)
+                self._arguments(arguments)
+                self._pending = self._pending[self._at :]
+                self._step = self._between
+                return
+        elif not final:
+            return
+        self._step = self._text
+
+    def _between(self, final: bool) -> None:
+        """Behind a call."""
+        text = self._pending.lstrip()
+        if text.startswith(","):
+            self._open(len(self._pending) - len(text) + 1)
+        elif text or final:
+            self._pending = text.removeprefix("]")
+            self._step = self._text
+
+
+class _Closer:
+    """Finds the bracket that closes a call, behind the one that opens it."""
+
+    def __init__(self) -> None:
+        self.found = False
+        self._depth = 1
+        self._quote = ""
+        self._escaped = False
+
+    def find(self, text: str, at: int) -> int:
+        """Go on from `at`; where it stopped: behind the bracket, or at the end of the text."""
+        while at < len(text) and not self.found:
+            if not self._escaped:
+                plain = PLAIN.match(text, at)
+                assert plain is not None
+                at = plain.end()
+            if at < len(text):
+                self._met(text[at])
+                at += 1
+        return at
+
+    def _met(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character in "\"'":
+            if self._quote in ("", character):
+                self._quote = "" if self._quote else character
+        elif not self._quote and character not in "\"'":
+            self._depth += 1 if character in "([{" else -1 if character in ")]}" else 0
+            self.found = self._depth == 0
+
+
+def read_arguments(text: str) -> str | None:
+    """The JSON of `a=1, b="x"`; None if it is not that. All that it may hold has a JSON form."""
+    try:
+        call = ast.parse(f"f({ESCAPES.sub(_as_python, text)}\n)", mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            return None
+        given = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
+        if None in given or len(given) < len(call.keywords):
+            return None
+        written = json.dumps(given, ensure_ascii=False, allow_nan=False)
+        return written if written.isascii() or _is_unicode(written) else json.dumps(given)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _as_python(escape: re.Match[str]) -> str:
+    """JSON may escape a slash; before any other character Python keeps the backslash, and warns."""
+    if escape[1] == "/":
+        return "/"
+    return escape[0] if escape[1] in PYTHONS_ESCAPES else f"\\{escape[0]}"
+
+
+def _value(node: ast.expr) -> Any:
+    """Raises ValueError for what is not a literal that JSON has."""
+    match node:
+        case ast.Constant(value=None | bool() | int() | str()):
+            return node.value
+        case ast.Constant(value=float() as number) if math.isfinite(number):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)) if not isinstance(number, bool):
+            return -number
+        case ast.Name(id=word) if word in WORDS:
+            return WORDS[word]
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_value(item) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            names = [key.value if isinstance(key, ast.Constant) else None for key in keys]
+            if all(isinstance(name, str) for name in names):
+                return dict(zip(names, map(_value, values), strict=True))
+    raise ValueError("it is not a literal")
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
