@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sidestream.text.tools.events import held_back
+from sidestream.text.tools.grammar import Marker, literal, marked, marked_calls, object_of
 from sidestream.text.tools.parser import JsonCallParser
+from sidestream.text.tools.tool import Tool
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -37,3 +41,12 @@ class HermesParser(JsonCallParser):
             at = len(self._pending) - (0 if final else held_back(self._pending, CLOSE))
         text, self._pending = self._pending[:at], self._pending[at:]
         self._arguments(text)
+
+
+def hermes_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    newline = literal("\n")
+    rest = f"{newline} object {newline} {marked(CLOSE, marker)}"
+    return [
+        *marked_calls(OPEN, rest, parallel=parallel, free=free, marker=marker, between="\n"),
+        object_of(tools, "arguments", free=free),
+    ]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sidestream.text.tools.events import held_back
+from sidestream.text.tools.grammar import Marker, leading_calls, literal, object_of
 from sidestream.text.tools.parser import JsonCallParser
+from sidestream.text.tools.tool import Tool
 
 TAG = "<|python_tag|>"
 
@@ -36,3 +40,8 @@ class LlamaParser(JsonCallParser):
             self._open(before)
         elif final or not TAG.startswith(text):
             self._step = self._text
+
+
+def llama_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    calls = f"object ({literal('; ')} object)*" if parallel else "object"
+    return [*leading_calls(calls, "{", free=free), object_of(tools, "parameters", free=free)]

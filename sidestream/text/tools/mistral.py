@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from sidestream.text.tools.events import held_back
+from sidestream.text.tools.grammar import Marker, literal, marked, marked_calls, object_of, parameters_of
 from sidestream.text.tools.json_object import ArgumentsReader
 from sidestream.text.tools.parser import JsonCallParser
+from sidestream.text.tools.tool import Tool
 
 MARK, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-NAMED = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
-MAYBE_NAMED = re.compile(r"\s*[\w.-]*(?:\[[A-Z_]*(?:\]\w*)?)*\s*", re.ASCII)  # what may still become it
+# What may still become a call is bounded, so that it is not held for long.
+NAMED = re.compile(r"\s{0,8}([\w.-]{1,64})(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\])?\s{0,8}(?=\{)", re.ASCII)
+MAYBE_NAMED = re.compile(r"\s{0,8}[\w.-]{0,64}(?:\[[A-Z_]{0,7}(?:\]\w{0,64})?){0,2}\s{0,8}", re.ASCII)
 
 
 class MistralParser(JsonCallParser):
@@ -58,3 +62,27 @@ class MistralParser(JsonCallParser):
                 self._step = self._text
         elif text or final:
             self._step = self._text
+
+
+def listed_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    """All calls in one list."""
+    more = f" ({literal(', ')} object)*" if parallel else ""
+    rest = f"{literal('[')} object{more} {literal(']')}"
+    return [
+        *marked_calls(MARK, rest, parallel=False, free=free, marker=marker),
+        object_of(tools, "arguments", free=free),
+    ]
+
+
+def named_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    """Each call with its name before its arguments."""
+    args = marked(ARGS, marker)
+    named = [f"{literal(tool.name)} {args} {parameters_of(tool, free=free)}" for tool in tools]
+    return [*marked_calls(MARK, "named", parallel=parallel, free=free, marker=marker), f"named: {' | '.join(named)}"]
+
+
+def identified_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    """The same with an id between them."""
+    head = f"{marked(CALL_ID, marker)} /[a-zA-Z0-9]{{9}}/ {marked(ARGS, marker)}"
+    named = [f"{literal(tool.name)} {head} {parameters_of(tool, free=free)}" for tool in tools]
+    return [*marked_calls(MARK, "named", parallel=parallel, free=free, marker=marker), f"named: {' | '.join(named)}"]

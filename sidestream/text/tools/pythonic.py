@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import ast
 import json
+import keyword
 import math
 import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from sidestream.errors import InvalidRequest
+from sidestream.options import shown
+from sidestream.text.tools.grammar import OPTIONS, Marker, leading_calls, literal
 from sidestream.text.tools.parser import CallParser
+from sidestream.text.tools.tool import Tool
 
-HEAD = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*\(", re.ASCII)
-MAYBE_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.-]*\s*)?", re.ASCII)
+HEAD = re.compile(r"\s{0,8}([A-Za-z_][\w.-]{0,63})\s{0,8}\(", re.ASCII)
+MAYBE_HEAD = re.compile(r"\s{0,8}(?:[A-Za-z_][\w.-]{0,63}\s{0,8})?", re.ASCII)  # what may still become one
 PLAIN = re.compile(r"[^\"'\\()\[\]{}]*")
 ESCAPES = re.compile(r"\\(.)", re.DOTALL)
 PYTHONS_ESCAPES = "\\'\"abfnrtvxuU01234567\n"
@@ -108,7 +114,7 @@ def read_arguments(text: str) -> str | None:
         call = ast.parse(f"f({ESCAPES.sub(_as_python, text)}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             return None
-        given = {keyword.arg: _value(keyword.value) for keyword in call.keywords}
+        given = {given_.arg: _value(given_.value) for given_ in call.keywords}
         if None in given or len(given) < len(call.keywords):
             return None
         written = json.dumps(given, ensure_ascii=False, allow_nan=False)
@@ -146,3 +152,58 @@ def _value(node: ast.expr) -> Any:
 
 def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+# The grammar. What a call's schema may say about all arguments together has no place in Python's notation.
+TOGETHER = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "title", "description"}
+
+
+def pythonic_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+    """Values are written as JSON, which the parser knows too. Raises InvalidRequest for a schema that cannot be enforced so."""
+    calls = " | ".join(f"call_{place}" for place in range(len(tools)))
+    more = f" ({literal(', ')} call)*" if parallel else ""
+    rules = [*leading_calls(f"{literal('[')} call{more} {literal(']')}", "[", free=free), f"call: {calls}"]
+    for place, tool in enumerate(tools):
+        rules += _rules_of(tool, f"call_{place}", free=free and not tool.strict)
+    return rules
+
+
+def _rules_of(tool: Tool, rule: str, *, free: bool) -> Iterator[str]:
+    """One rule for the call, one for each argument, and for each place in their order two: with a comma before it, and without."""
+    schema: Mapping[str, Any] = tool.schema
+    if free:
+        yield f"{rule}: {literal(tool.name + '(')} ({rule}_any ({literal(', ')} {rule}_any)*)? {literal(')')}"
+        yield f"{rule}_any: /[a-zA-Z_][a-zA-Z0-9_]*=/ %json {json.dumps(OPTIONS)}"
+        return
+    _check(tool, schema)
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    yield f"{rule}: {literal(tool.name + '(')} {rule}_0 {literal(')')}"
+    for place, (name, value) in enumerate(properties.items()):
+        one, after, other = f"{rule}_{place}_value", f"{rule}_{place + 1}_more", f"{rule}_{place + 1}"
+        more = f"{literal(', ')} {one}"
+        yield f"{one}: {literal(name + '=')} %json {json.dumps({**(value if isinstance(value, Mapping) else {}), **shared, **OPTIONS})}"
+        yield f"{rule}_{place}: {one} {after}{'' if name in required else f' | {other}'}"
+        yield f"{rule}_{place}_more: {more if name in required else f'({more})?'} {after}"
+    yield f'{rule}_{len(properties)}: ""'
+    yield f'{rule}_{len(properties)}_more: ""'
+
+
+def _check(tool: Tool, schema: Mapping[str, Any]) -> None:
+    where = tool.where
+    hint = "This model writes calls as Python's."
+    for key in schema:
+        if key not in TOGETHER:
+            raise InvalidRequest(f"{where}.{key}", f"got {shown(schema[key])}, which cannot be enforced for arguments", hint=hint)
+    for name in (*schema.get("properties", {}), *schema.get("required", [])):
+        if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+            raise InvalidRequest(f"{where}.properties", f"got the name {name!r}, must be a name of Python's", hint=hint)
+        if name not in schema.get("properties", {}):
+            raise InvalidRequest(f"{where}.required", f"got {name!r}, must be one of the properties", hint=hint)
+    open_: list[Any] = [schema]
+    while open_:
+        each = open_.pop()
+        open_ += each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()
+        reference = each.get("$ref", "#/$defs/") if isinstance(each, Mapping) else "#/$defs/"
+        if isinstance(reference, str) and not reference.startswith(("#/$defs/", "#/definitions/")):
+            raise InvalidRequest(where, f"got the $ref {shown(reference)}, must be one into $defs", hint=hint)
