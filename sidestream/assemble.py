@@ -34,6 +34,7 @@ from sidestream.models.interpreter import Interpreter
 from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
 from sidestream.models.spec import DecoderSpec
 from sidestream.text.grammar import Grammars
+from sidestream.text.reasoning import reasoning_of
 from sidestream.text.stop import StopStringMatcher
 from sidestream.text.tokenizer import Tokenizer
 
@@ -181,7 +182,8 @@ def _build(
         kv_tokens=size.num_pages * size.page_size,
         page_size=size.page_size,
     )
-    return Assembled(loop, Frontend(facts, tokenizer, template_of(model.chat_template, tokenizer, model.name), grammars))
+    template = template_of(model.chat_template, tokenizer, model.name)
+    return Assembled(loop, Frontend(facts, tokenizer, template, grammars, reasoning_of(template.source)))
 
 
 def _backend_name(decoder: Interpreter) -> str:

@@ -24,10 +24,11 @@ from sidestream.messages import Ended, EngineFailed, Stop
 from sidestream.observe.logs import LogFormat
 from sidestream.observe.progress import open_progress
 from sidestream.output import Output
-from sidestream.params import SamplingParams
+from sidestream.params import SamplingParams, per_prompt
 from sidestream.prepare import PromptLike, encode, is_one_prompt, prepare
 from sidestream.router import Router
 from sidestream.text.grammar import MAX_SECONDS, too_slow
+from sidestream.text.reasoning import reasoning_of
 from sidestream.text.tokenizer import LONG_TEXT as LONG_TEXT
 
 # How long OpenMP's threads spin for each other before they sleep. As libgomp would have it, a thread whose core somebody else uses is
@@ -179,7 +180,12 @@ class AsyncEngine:
     def use_chat_template(self, source: str) -> None:
         """In place of the model's own. Raises ModelError if it does not parse."""
         facts, tokenizer = self.facts, self.frontend.tokenizer
-        self._frontend = replace(self.frontend, chat_template=template_of(source, tokenizer, facts.name))
+        template = template_of(source, tokenizer, facts.name)
+        self._frontend = replace(self.frontend, chat_template=template, reasoning=reasoning_of(source))
+
+    def use_reasoning_parser(self, name: str) -> None:
+        """In place of the one that the chat template shows; a name of `text.reasoning.NAMES`."""
+        self._frontend = replace(self.frontend, reasoning=reasoning_of(self.frontend.chat_template.source, name))
 
     @property
     def tokenizer(self) -> Any:
@@ -227,13 +233,15 @@ class AsyncEngine:
         rid: str | Sequence[str] | None = None,
         progress: bool | None = False,
         wait: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **outputs: Any,
     ) -> Output | list[Output]:
         """As `Engine.chat`."""
         many = bool(messages) and isinstance(messages[0], (list, tuple))
         listed: Sequence[Any] = messages if many else [messages]
-        ids = [self.encode_chat(conversation, **(chat_template_kwargs or {})) for conversation in listed]
+        variables = {**(chat_template_kwargs or {}), **({} if tools is None else {"tools": tools})}
+        ids = [self.encode_chat(conversation, **variables) for conversation in listed]
         answers = await self._answer(ids, sampling_params, rid, progress, wait, outputs)
         return answers if many or len(answers) != 1 else answers[0]
 
@@ -243,17 +251,19 @@ class AsyncEngine:
         """As `Engine.stream`, to be read with `async for`; leaving it early aborts the request."""
         return AsyncOutputStream(self.stream_many([encode(self.frontend, prompt)], sampling_params, rid=rid, **outputs))
 
-    async def compile(self, sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> None:
+    async def compile(self, ids: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams] | None) -> None:
         """Compile the grammars of a request to come beside the event loop, where `stream` would wait for them. Raises InvalidRequest."""
         frontend = self.frontend
-        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params]
-        for sampling in {id(each): each for each in given}.values():
-            grammar = frontend.grammar(sampling) if isinstance(sampling, SamplingParams) else None
-            if grammar is not None:
-                try:
-                    await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(frontend.grammars.compile(grammar))), MAX_SECONDS)
-                except asyncio.TimeoutError:
-                    raise too_slow(grammar) from None
+        given = per_prompt("sampling_params", sampling_params, len(ids))
+        if not all(isinstance(sampling, SamplingParams) for sampling in given):  # `prepare` says so
+            return
+        for grammar in set(frontend.grammars_of(given, ids)):
+            if grammar is None:
+                continue
+            try:
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(frontend.grammars.compile(grammar))), MAX_SECONDS)
+            except asyncio.TimeoutError:
+                raise too_slow(grammar) from None
 
     def stream_many(
         self,
@@ -319,7 +329,7 @@ class AsyncEngine:
     ) -> list[Output]:
         if not ids:
             return []
-        await self.compile(sampling_params)
+        await self.compile(ids, sampling_params)
         mailbox = Mailbox()
         prompts = self._prepare(ids, sampling_params, rid, outputs, Choice, mailbox)
         answers: dict[int, Output] = {}

@@ -80,13 +80,18 @@ class Engine:
         *,
         rid: str | Sequence[str] | None = None,
         progress: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **outputs: Any,
     ) -> Output | list[Output]:
-        """Like `generate`, for conversations: a list of messages with `role` and `content`, or a list of such lists."""
+        """Like `generate`, for conversations: a list of messages with `role` and `content`, or a list of such lists.
+
+        The chat template tells the model of `tools`, objects as OpenAI's API has them. What it writes comes back as it is.
+        """
         many = bool(messages) and isinstance(messages[0], (list, tuple))
         listed: Sequence[Any] = messages if many else [messages]
-        ids = [self.encode_chat(conversation, **(chat_template_kwargs or {})) for conversation in listed]
+        variables = {**(chat_template_kwargs or {}), **({} if tools is None else {"tools": tools})}
+        ids = [self.encode_chat(conversation, **variables) for conversation in listed]
         answers = self._answer(ids, sampling_params, rid, progress, outputs)
         return answers if many or len(answers) != 1 else answers[0]
 

@@ -12,6 +12,8 @@ from typing import Annotated, Any, NamedTuple
 from sidestream.errors import ConfigError
 from sidestream.options import Field, Option, checked, did_you_mean, fields_of, shown, variable_of
 from sidestream.sources import build, gather, read_file, warn_of_unknown_variables
+from sidestream.text.reasoning import NAMES as REASONING_FORMATS
+from sidestream.text.tools.format import NAMES as TOOL_FORMATS
 
 GIB, MIB = 2**30, 2**20
 MAX_PAGE_SIZE = 256
@@ -171,6 +173,18 @@ class ServeConfig:
     ] = ()
     served_model_name: Annotated[str | None, Option("Name of the model in requests and answers. Default: its own.", metavar="NAME")] = None
     chat_template: Annotated[str | None, Option("File with a chat template. Default: the model's own.", metavar="FILE")] = None
+    tool_call_parser: Annotated[
+        str,
+        Option(
+            "How the model writes tool calls; auto: as its chat template teaches, none: they are text.", choices=TOOL_FORMATS, hidden=True
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        str,
+        Option(
+            "How the model marks its reasoning; auto: as its chat template does, none: it is text.", choices=REASONING_FORMATS, hidden=True
+        ),
+    ] = "auto"
     hidden_states: Annotated[
         str, Option("Most that a request may ask of hidden states: none, its last row, or all.", choices=("off", "last", "full"))
     ] = "full"

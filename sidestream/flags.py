@@ -122,6 +122,8 @@ def _add_option(parser: Parser, group: argparse._ArgumentGroup, field: Field, de
     option, flag = field.option, shown_flag(field)
 
     def described(text: str, *notes: str) -> str:
+        if option.hidden:
+            return argparse.SUPPRESS
         noted = [note for note in notes if note]
         return (text + (f" [{'; '.join(noted)}]" if noted else "")).replace("%", "%%")
 

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sidestream.messages import Grammar
+from sidestream.messages import Grammar, Thinking
 from sidestream.params import SamplingParams
 from sidestream.text.chat_template import ChatTemplate
 from sidestream.text.grammar import Grammars
 from sidestream.text.grammar_source import grammar_of
+from sidestream.text.reasoning import ReasoningFormat, reasoning_of
 from sidestream.text.tokenizer import Tokenizer, TokenizerState
+
+PROMPT_END = 16  # tokens
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,30 @@ class Frontend:
     tokenizer: Tokenizer
     chat_template: ChatTemplate
     grammars: Grammars
+    reasoning: ReasoningFormat | None  # how the model reasons, if it does
 
-    def grammar(self, sampling: SamplingParams) -> Grammar | None:
-        """What the text of a request may be. Raises InvalidRequest; what only the compiler sees, `grammars` refuses."""
-        if sampling.grammar is None and sampling.max_thinking_tokens is None:
-            return None
-        return grammar_of(sampling, None, self.tokenizer.special_tokens)
+    def grammars_of(self, samplings: Sequence[SamplingParams], prompts: Sequence[Sequence[int]]) -> list[Grammar | None]:
+        """What the text that follows each prompt, its token ids, may be; made once for all that say the same.
+
+        Raises InvalidRequest; what only the compiler sees, `grammars` refuses.
+        """
+        made: dict[tuple[int, Thinking | None], Grammar | None] = {}
+        keys = []
+        for sampling, ids in zip(samplings, prompts, strict=True):
+            thinking = self.thinking(ids) if sampling.constrains else None
+            keys.append((id(sampling), thinking))
+            if sampling.constrains and keys[-1] not in made:
+                made[keys[-1]] = grammar_of(sampling, thinking, self.tokenizer.special_tokens)
+        return list(map(made.get, keys))
+
+    def thinking(self, ids: Sequence[int]) -> Thinking | None:
+        """How the model reasons behind the prompt `ids`."""
+        format = self.reasoning
+        return None if format is None else Thinking(format.begin, format.end, format.starts_inside(self.end_of(ids)))
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """The end of a prompt, where its template may have opened or closed the reasoning."""
+        return self.tokenizer.decode(ids[-PROMPT_END:], skip_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template. Raises InvalidRequest."""
@@ -69,7 +90,7 @@ class Frontend:
     def from_state(cls, state: FrontendState) -> Frontend:
         tokenizer = Tokenizer.from_state(state.tokenizer)
         template = template_of(state.chat_template, tokenizer, state.facts.name)
-        return cls(state.facts, tokenizer, template, Grammars(tokenizer, state.facts.vocab_size))
+        return cls(state.facts, tokenizer, template, Grammars(tokenizer, state.facts.vocab_size), reasoning_of(template.source))
 
 
 def template_of(source: str | None, tokenizer: Tokenizer, model: str) -> ChatTemplate:

@@ -43,6 +43,7 @@ class Option:
     aliases: tuple[str, ...] = ()  # other engines' names for the flag: accepted, not shown
     off_aliases: tuple[str, ...] = ()  # the same for `off_flag`
     positional: bool = False
+    hidden: bool = False  # seldom needed: documented, but not in --help
     secret: bool = False  # a key: no message, log or report shows the value
 
 

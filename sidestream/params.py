@@ -183,6 +183,11 @@ class SamplingParams(_Declared):
         """The field that says what the text may be, if one does."""
         return next((name for name in GRAMMARS if getattr(self, name)), None)
 
+    @property
+    def constrains(self) -> bool:
+        """Whether anything but masks of single tokens says what the text may be."""
+        return self.grammar is not None or self.max_thinking_tokens is not None
+
     def _check_grammar(self) -> None:
         """At most one, of a size that is compiled soon. What it says is checked by `text.grammar`. Raises InvalidRequest."""
         given = [name for name in GRAMMARS if getattr(self, name)]

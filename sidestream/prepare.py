@@ -12,7 +12,6 @@ from sidestream.answers import Choice, Mailbox, Prompt
 from sidestream.engine.outputs import row_bytes
 from sidestream.errors import ContextLengthExceeded, InvalidRequest
 from sidestream.frontend import Facts, Frontend
-from sidestream.messages import Grammar
 from sidestream.options import shown
 from sidestream.params import SamplingParams, outputs_per_prompt, per_prompt
 from sidestream.text.stop_regex import compiled
@@ -60,10 +59,17 @@ def prepare(
         twice = next(name for name in rids if rids.count(name) > 1)
         raise InvalidRequest("rid", f"got {twice!r} for more than one prompt, must be different ids")
     facts, prompts = frontend.facts, []
-    grammars = {id(sampling): _grammar(frontend, sampling) for sampling in samplings if isinstance(sampling, SamplingParams)}
-    for tokens, sampling, name, wanted in zip(ids, samplings, rids, outputs_per_prompt(outputs, count), strict=True):
+    for sampling in {id(each): each for each in samplings}.values():
         if not isinstance(sampling, SamplingParams):
             raise InvalidRequest("sampling_params", f"got {type(sampling).__name__}, must be SamplingParams")
+        for pattern in sampling.stop_regex:
+            compiled(pattern)
+    grammars = frontend.grammars_of(samplings, ids)
+    for grammar in set(grammars):
+        if grammar is not None:
+            frontend.grammars.check(grammar)
+    asked = zip(ids, samplings, rids, outputs_per_prompt(outputs, count), grammars, strict=True)
+    for tokens, sampling, name, wanted, grammar in asked:
         sampling.check(vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
         _check_length(facts, len(tokens), sampling)
         prompt = Prompt(
@@ -76,22 +82,12 @@ def prepare(
             compute_dtype=facts.dtype,
             tokenizer=frontend.tokenizer,
             events=events,
-            grammar=grammars[id(sampling)],
+            grammar=grammar,
         )
         _check_bytes(facts, prompt, max_output_bytes)
         prompt.choices = [kind(prompt, index, next(keys)) for index in range(sampling.n)]
         prompts.append(prompt)
     return prompts
-
-
-def _grammar(frontend: Frontend, sampling: SamplingParams) -> Grammar | None:
-    """Compiled, or refused. Expressions that end a request are checked with it."""
-    for pattern in sampling.stop_regex:
-        compiled(pattern)
-    grammar = frontend.grammar(sampling)
-    if grammar is not None:
-        frontend.grammars.check(grammar)
-    return grammar
 
 
 def _check_length(facts: Facts, count: int, sampling: SamplingParams) -> None:

@@ -179,6 +179,7 @@ class _Server:
             await self._engine.start()
             if self._config.chat_template is not None:
                 self._engine.use_chat_template(Path(self._config.chat_template).read_text(encoding="utf-8"))
+            self._engine.use_reasoning_parser(self._config.reasoning_parser)
         except asyncio.CancelledError:
             return 0
         except (ConfigError, ModelError) as error:

@@ -48,6 +48,8 @@ def test_defaults_of_the_server():
         "cors_origin": (),
         "served_model_name": None,
         "chat_template": None,
+        "tool_call_parser": "auto",
+        "reasoning_parser": "auto",
         "hidden_states": "full",
         "max_body_size": 64 * 2**20,
         "shutdown_timeout": 30.0,

@@ -11,6 +11,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
+from sidestream.api.chat_message import AnswerMessage, Delta, calls_tools, delta_of, message_of
+from sidestream.api.dialogue import AnswerReader, Dialogue, Piece, Reading, Reasoned
 from sidestream.api.logprobs import ChatLogprobs, Entries, TokenTexts, chat_logprobs
 from sidestream.api.openai import (
     IGNORED,
@@ -23,6 +25,7 @@ from sidestream.api.openai import (
 )
 from sidestream.api.route import Call, Route
 from sidestream.api.shapes import Usage, flat_logprobs, usage_of
+from sidestream.api.tools import Parallel, ToolChoice, Tools, tool_use
 from sidestream.async_client import LONG_TEXT, AsyncEngine
 from sidestream.errors import InvalidRequest
 from sidestream.output import Output
@@ -32,8 +35,9 @@ TEMPLATE_NAMES = frozenset({"self", "messages", "tools", "add_generation_prompt"
 
 TEXT_ONLY = msgspec.Meta(description="The model reads text only.")
 NO_TEMPLATE = msgspec.Meta(description="A template is a program, not taken from requests: start the server with --chat-template FILE.")
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+EFFORT = msgspec.Meta(description="The template finds it as reasoning_effort, and as enable_thinking whether it is none.")
 NOT_STORED = msgspec.Meta(description="Only false: answers are not stored.", extra_json_schema={"enum": [False]})
-NO_TOOLS = "Tools are not supported yet."
 
 
 class TextPart(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -53,7 +57,7 @@ class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     role: Annotated[str, msgspec.Meta(min_length=1, description="The template knows which: system, user, assistant, tool.")]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], msgspec.Meta(description="Of an assistant's message that called tools.")] | None = None
     tool_call_id: str | None = None
     reasoning_content: Annotated[str, msgspec.Meta(description="The template finds it as reasoning_content and as reasoning.")] | None = (
         None
@@ -75,23 +79,13 @@ class ChatRequest(OpenAIRequest, kw_only=True, forbid_unknown_fields=True):
 
     modalities: Annotated[list[Literal["text"]], TEXT_ONLY] | None = None
     store: Annotated[bool, NOT_STORED] | None = None
-    parallel_tool_calls: Annotated[bool, IGNORED] | None = None
-    tools: Annotated[list[Any], msgspec.Meta(max_length=0, description=NO_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto"], msgspec.Meta(description=NO_TOOLS)] | None = None
-    # Null is all that these may be; the description says why.
-    reasoning_effort: Annotated[None, msgspec.Meta(description="Efforts of reasoning are not supported yet.")] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Parallel | None = None
+    reasoning_effort: Annotated[Effort, EFFORT] | None = None
+    separate_reasoning: Annotated[bool, msgspec.Meta(description="False: reasoning stays in the content.")] | None = None
+    # Null is all that this may be; the description says why.
     chat_template: Annotated[None, NO_TEMPLATE] = None
-
-
-class AnswerMessage(msgspec.Struct, kw_only=True):
-    role: str = "assistant"
-    content: str
-    refusal: None = None
-
-
-class Delta(msgspec.Struct, kw_only=True):
-    role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):
@@ -124,41 +118,55 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
     for text in _long_texts(body.messages):  # to tokenize all of one that is much too long would take seconds
         if await asyncio.to_thread(engine.tokenizer.surely_exceeds, text, context):
             check_room("messages", 2 * context, asked, context, least=True)
+    dialogue = _dialogue(call)
     ids = await encode_messages(
         engine,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        variables=dialogue.variables(checked_variables(body.chat_template_kwargs)),
     )
     check_room("messages", len(ids), asked, context)
-    chat = _Chat(Exchange(call, [ids], asked, kind="chatcmpl", operation="chat"), ids, body)
+    reading = dialogue.reading(ids)
+    exchange = Exchange(call, [ids], dialogue.constrained(asked, reading), kind="chatcmpl", operation="chat")
+    chat = _Chat(exchange, reading, body)
     return await chat.stream() if body.stream else await chat.answer()
+
+
+def _dialogue(call: Call[ChatRequest]) -> Dialogue:
+    body = call.body
+    continued = "".join(_texts(body.messages[-1])) if body.continue_final_message else ""
+    reasoned = Reasoned(body.separate_reasoning is not False, body.reasoning_effort, continued=continued)
+    return Dialogue(call.service, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls), reasoned)
 
 
 class _Chat:
     """One conversation on its way to the answer."""
 
-    def __init__(self, exchange: Exchange, ids: list[int], body: ChatRequest) -> None:
+    def __init__(self, exchange: Exchange, reading: Reading, body: ChatRequest) -> None:
         self._exchange = exchange
-        self._ids = ids
+        self._reading = reading
+        self._readers: dict[int, AnswerReader] = {}  # by choice
+        self._calling: set[int] = set()  # choices with calls
         self._texts = TokenTexts(exchange.tokenizer)
-        self._prompt_ids = ids if body.return_token_ids else UNSET
+        self._prompt_ids = list(reading.ids) if body.return_token_ids else UNSET
 
     async def answer(self) -> Response:
         exchange = self._exchange
         outputs = await exchange.answers()
         choices = []
         for index, output in enumerate(outputs):
-            rest = await exchange.ending(index, output, streamed=False)
-            choices.append(ChatChoice(message=AnswerMessage(content=output.text), logprobs=await self._logprobs(output), **rest))
+            piece = await self._read(index, output)
+            assert piece is not None, "it is the last part, too"
+            rest = await self._ending(index, output, streamed=False)
+            choices.append(ChatChoice(message=message_of(piece.events), logprobs=await self._logprobs(output), **rest))
         return exchange.respond(
             ChatAnswer(
                 id=exchange.id,
                 created=exchange.created,
                 model=exchange.model,
                 choices=choices,
-                usage=usage_of(outputs),
+                usage=usage_of(outputs, exchange.reasoning_tokens),
                 system_fingerprint=exchange.fingerprint,
                 prompt_token_ids=self._prompt_ids,
             )
@@ -168,11 +176,27 @@ class _Chat:
         return await self._exchange.stream("chat.completion.chunk", self._deltas, prompt_token_ids=self._prompt_ids)
 
     async def _deltas(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
-        """The role comes in a chunk of its own; the last chunk may have no text."""
+        """The role comes in a chunk of its own; the last chunk may have nothing else than the reason of the end."""
         role = [ChatDelta(index=index, delta=Delta(role="assistant", content=""))] if first else []
-        delta = Delta() if part.finish_reason is not None and not part.text else Delta(content=part.text)
-        rest = await self._exchange.ending(index, part, streamed=True)
-        return [*role, ChatDelta(delta=delta, logprobs=await self._logprobs(part), **rest)]
+        piece = await self._read(index, part)
+        if piece is None:
+            return role
+        rest = await self._ending(index, piece.output, streamed=True)
+        return [*role, ChatDelta(delta=delta_of(piece.events), logprobs=await self._logprobs(piece.output), **rest)]
+
+    async def _read(self, index: int, part: Output) -> Piece | None:
+        if index not in self._readers:
+            self._readers[index] = self._reading.reader()
+        reader = self._readers[index]
+        piece = await reader.read(part)
+        self._exchange.reasoning_tokens[index] = reader.reasoning_tokens
+        if piece is not None and calls_tools(piece.events):
+            self._calling.add(index)
+        return piece
+
+    async def _ending(self, index: int, output: Output, *, streamed: bool) -> dict[str, Any]:
+        rest = await self._exchange.ending(index, output, streamed=streamed)
+        return rest | {"finish_reason": "tool_calls"} if rest.get("finish_reason") == "stop" and index in self._calling else rest
 
     async def _logprobs(self, output: Output) -> Any:
         logprobs = output.logprobs
@@ -180,7 +204,8 @@ class _Chat:
             return None
         if self._exchange.asked.flat_logprobs:
             return flat_logprobs(logprobs)
-        return await chat_logprobs(self._texts, Entries.of_output(logprobs, output.token_ids), Entries.of_prompt(logprobs, self._ids))
+        ids = self._reading.ids
+        return await chat_logprobs(self._texts, Entries.of_output(logprobs, output.token_ids), Entries.of_prompt(logprobs, ids))
 
 
 # From messages to token ids
@@ -191,28 +216,33 @@ def _check(body: ChatRequest) -> None:
         raise InvalidRequest("store", "got true, must be false: answers are not stored")
 
 
+def checked_variables(given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Those of a request for its template. Raises InvalidRequest."""
+    for key in given or ():
+        if key in TEMPLATE_NAMES:
+            raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
+    return given
+
+
 async def encode_messages(
     engine: AsyncEngine,
     messages: Sequence[ChatMessage],
     *,
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
+    variables: Mapping[str, Any] | None,
 ) -> list[int]:
     """Token ids of a conversation; of a long one beside the event loop. Raises InvalidRequest."""
-    for key in chat_template_kwargs or ():
-        if key in TEMPLATE_NAMES:
-            raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
     plain = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
     continued = bool(continue_final_message)
-    variables = {
-        **(chat_template_kwargs or {}),
+    all_variables = {
+        **(variables or {}),
         "add_generation_prompt": not continued if add_generation_prompt is None else add_generation_prompt,
         "continue_final_message": continued,
     }
 
     def encode() -> list[int]:
-        return engine.encode_chat(plain, **variables)
+        return engine.encode_chat(plain, **all_variables)
 
     try:
         return await asyncio.to_thread(encode) if _characters(messages) > LONG_TEXT else encode()

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta
 from starlette.responses import Response
 
-from sidestream.api.chat import TEMPLATE_NAMES
+from sidestream.api.dialogue import Dialogue, Piece
 from sidestream.api.fields import HiddenStatesFormat, LogprobsFormat, Shared, called, params_of
 from sidestream.api.generation import Generation
 from sidestream.api.hidden import Packed, check_format, hidden_json, safetensors_response
@@ -51,14 +51,19 @@ class DialectBody(Shared, kw_only=True, forbid_unknown_fields=True):
     logprobs_format: Annotated[LogprobsFormat, Meta(description="OpenAI's objects, or base64 arrays.")] | None = None
 
 
-def asked_for(body: DialectBody, synonyms: Mapping[str, str], *, context: int, logprobs: bool = False) -> Asked:
-    """`synonyms` are the other API's names of our fields, by ours; `logprobs` says whether it asks for them. Raises InvalidRequest."""
+def asked_for(
+    body: DialectBody, synonyms: Mapping[str, str], *, context: int, logprobs: bool = False, more: Mapping[str, Any] | None = None
+) -> Asked:
+    """`synonyms` are the other API's names of our fields, by ours; `logprobs` says whether it asks for them; `more` are values of fields.
+
+    Raises InvalidRequest.
+    """
     found = {ours: one_of(body, theirs, ours) for ours, theirs in synonyms.items()}
     names = {ours: name for ours, (name, _) in found.items()}
     renamed = {ours: value for ours, (_, value) in found.items()}
     most = renamed["max_new_tokens"]
     renamed["max_new_tokens"] = context if most is None else min(most, context)  # the context bounds it too
-    renamed["return_logprob"] = logprobs or None
+    renamed |= {"return_logprob": logprobs or None, **(more or {})}
     with called(names):
         sampling, outputs = params_of(body, renamed)
     if "hidden_states_start" in outputs:  # there is no row so late: any such number gives none
@@ -73,11 +78,14 @@ def asked_for(body: DialectBody, synonyms: Mapping[str, str], *, context: int, l
 class Exchange:
     """One request on its way to the answer. Raises InvalidRequest, ModelError and Unavailable."""
 
-    def __init__(self, call: Call[Any], ids: list[int], asked: Asked, *, param: str, prefix: str) -> None:
+    def __init__(self, call: Call[Any], dialogue: Dialogue, ids: list[int], asked: Asked, *, param: str, prefix: str, calls: str) -> None:
+        """`prefix` is what the id of the answer begins with, `calls` those of its calls."""
         body: DialectBody = call.body
         engine = call.service.engine
         check_room(param, len(ids), asked, engine.context_length)
-        self.asked = asked
+        reading = dialogue.reading(ids, id_prefix=calls)
+        self.asked = asked = dialogue.constrained(asked, reading)
+        self.reader = reading.reader()
         self.model = call.service.check_model(body.model)
         self.id = body.rid or f"{prefix}_{secrets.token_hex(12)}"
         self.request_id = call.id
@@ -87,20 +95,24 @@ class Exchange:
         self._sent_rows = False
         self._generation = Generation(call, [ids], asked.sampling, asked.outputs, rid=self.id, operation="chat")
 
-    async def answer(self) -> Output:
+    async def answer(self) -> Piece:
         with called(self.asked.names):
             (output,) = await self._generation.answers()
-        return output
+        piece = await self.reader.read(output)
+        assert piece is not None, "it is the last part, too"
+        return piece
 
     async def open(self) -> None:
         """Queue the request; what is wrong with it is raised here, not by `parts`."""
         with called(self.asked.names):
             await self._generation.open()
 
-    async def parts(self) -> AsyncGenerator[Output, None]:
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
         async with aclosing(self._generation.parts()) as parts:
             async for _, part in parts:
-                yield part
+                piece = await self.reader.read(part)
+                if piece is not None:
+                    yield piece
 
     async def logprobs(self, output: Output) -> ChatLogprobs | dict[str, Any] | None:
         """Of an answer or a part of one, as chat completions have them, or in the compact form."""
@@ -127,18 +139,15 @@ class Exchange:
 
 
 async def encode_conversation(
-    engine: AsyncEngine, messages: Sequence[Mapping[str, Any]], param: str, given: Mapping[str, Any] | None, **template: Any
+    engine: AsyncEngine, messages: Sequence[Mapping[str, Any]], param: str, variables: Mapping[str, Any], **template: Any
 ) -> list[int]:
-    """Token ids of a conversation; a long one is tokenized beside the event loop. `given` are the request's own variables.
+    """Token ids of a conversation; a long one is tokenized beside the event loop. `variables` are those of the template.
 
     Raises InvalidRequest about `param`.
     """
-    for key in given or ():
-        if key in TEMPLATE_NAMES:
-            raise InvalidRequest("chat_template_kwargs", f"got the key {key!r}, which is not a variable of the template's own")
 
     def encode() -> list[int]:
-        return engine.encode_chat(messages, **(given or {}), **template)
+        return engine.encode_chat(messages, **variables, **template)
 
     size = sum(50 + sum(len(part["text"]) for part in message["content"]) for message in messages)  # a message costs something too
     try:
@@ -149,7 +158,22 @@ async def encode_conversation(
         raise
 
 
-def parts_of(content: str | list[Any]) -> list[dict[str, str]]:
+def text_parts(text: str | None) -> list[dict[str, str]]:
     """A message's content as the chat template takes it."""
-    texts: list[str] = [content] if isinstance(content, str) else [part.text for part in content]
-    return [{"type": "text", "text": text} for text in texts]
+    return [] if text is None else [{"type": "text", "text": text}]
+
+
+def assistant(content: list[dict[str, str]], calls: list[dict[str, Any]], reasoning: str) -> dict[str, Any]:
+    """An assistant's message as chat templates know it: reasoning under both of its names."""
+    called = {"tool_calls": calls} if calls else {}
+    reasoned = {"reasoning_content": reasoning, "reasoning": reasoning} if reasoning else {}
+    return {"role": "assistant", "content": content, **called, **reasoned}
+
+
+def call_of(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A call of a tool, in an assistant's message."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool_result(id: str, content: list[dict[str, str]]) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": id, "content": content}

@@ -114,7 +114,7 @@ class Generation:
         if self._stream is None:
             self._received()
             try:
-                await self._engine.compile(self._sampling)
+                await self._engine.compile(self.ids, self._sampling)
                 self._stream = self._engine.stream_many(self.ids, self._sampling, rid=self._rid, **self._outputs)
             except BaseException as error:
                 self._failed(error)

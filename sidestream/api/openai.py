@@ -157,7 +157,7 @@ class Choice(msgspec.Struct, kw_only=True):
 
     index: int
     logprobs: Any = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None = None
     matched_stop: str | int | UnsetType | None = UNSET
     stop_reason: str | int | UnsetType | None = UNSET
     hidden_states: Any | UnsetType = UNSET
@@ -192,6 +192,7 @@ class Exchange:
         rids = self.id if len(ids) == 1 else [f"{self.id}-{place}" for place in range(len(ids))]
         self._generation = Generation(call, ids, asked.sampling, asked.outputs, rid=rids, operation=operation)
         self._packed = Packed({})
+        self.reasoning_tokens: dict[int, int] = {}  # by choice, as far as it has come
         self._seen: set[int] = set()  # choices of which hidden states were sent
 
     @property
@@ -259,13 +260,17 @@ class Exchange:
                 index = place * self.asked.sampling.n + part.index
                 choices = await choices_of(index, part, index not in latest)
                 latest[index] = part
-                usage = usage_of(tuple(latest.values())) if options.continuous_usage_stats else nothing
+                usage = usage_of(tuple(latest.values()), self.reasoning_tokens) if options.continuous_usage_stats else nothing
                 yield b"".join(
                     event(Chunk(choices=[choice], usage=usage, **common, **(first if not at else {}))) for at, choice in enumerate(choices)
                 )
                 first = {}
                 check_not_aborted(part)
-        last = event(Chunk(choices=[], usage=usage_of(tuple(latest.values())), **common)) if options.include_usage else b""
+        last = (
+            event(Chunk(choices=[], usage=usage_of(tuple(latest.values()), self.reasoning_tokens), **common))
+            if options.include_usage
+            else b""
+        )
         yield last + DONE
 
 

@@ -13,23 +13,55 @@ FlatLogprobs = Annotated[dict[str, Any], Meta(description="All that were asked f
 HiddenStates = Annotated[Any, Meta(description="In the form that hidden_states_format says.")]
 
 
-class OutputText(Struct, kw_only=True):
-    type: Literal["output_text"] = "output_text"
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
     logprobs: list[TokenLogprob] = []
 
 
-class OutputMessage(Struct, kw_only=True):
+class OutputMessage(Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
-    type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
+    status: ItemStatus
     role: Literal["assistant"] = "assistant"
     content: list[OutputText]
     matched_stop: Annotated[str | int, Meta(description="The stop string or token id that ended it.")] | UnsetType | None = UNSET
     prompt_logprobs: list[TokenLogprob] | UnsetType = UNSET
     flat_logprobs: FlatLogprobs | UnsetType = UNSET
     hidden_states: HiddenStates | UnsetType = UNSET
+
+
+class ReasoningText(Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str
+
+
+class Extras(Struct, kw_only=True):
+    """What stands beside reasoning and calls, which have no place of their own for logprobs."""
+
+    logprobs: list[TokenLogprob] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprob] | UnsetType = UNSET
+    flat_logprobs: FlatLogprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
+
+
+class ReasoningItem(Extras, kw_only=True, tag_field="type", tag="reasoning"):
+    id: str
+    status: ItemStatus
+    summary: list[Any] = []
+    content: list[ReasoningText]
+
+
+class FunctionCall(Extras, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+Item = OutputMessage | ReasoningItem | FunctionCall
 
 
 class InputTokensDetails(Struct):
@@ -69,7 +101,7 @@ class Response(Struct, kw_only=True):
     instructions: str | None
     max_output_tokens: int | None
     model: str
-    output: list[OutputMessage] = []
+    output: list[Item] = []
     usage: ResponseUsage | None = None
     temperature: float
     top_p: float
@@ -79,7 +111,8 @@ class Response(Struct, kw_only=True):
     text: dict[str, Any] = field(default_factory=lambda: {"format": {"type": "text"}})
     truncation: Literal["disabled"] = "disabled"
     tools: list[Any] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Any = "auto"
+    reasoning: Any = None
     parallel_tool_calls: bool = True
     previous_response_id: None = None
     background: bool = False
@@ -120,7 +153,7 @@ class Failed(ResponseEvent, tag="response.failed"):
 
 class ItemEvent(Event, kw_only=True, tag_field="type"):
     output_index: int = 0
-    item: OutputMessage
+    item: Item
 
 
 class ItemAdded(ItemEvent, tag="response.output_item.added"):
@@ -138,11 +171,11 @@ class ContentEvent(Event, kw_only=True, tag_field="type"):
 
 
 class PartAdded(ContentEvent, kw_only=True, tag="response.content_part.added"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class PartDone(ContentEvent, kw_only=True, tag="response.content_part.done"):
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class TextDelta(ContentEvent, kw_only=True, tag="response.output_text.delta"):
@@ -158,4 +191,38 @@ class TextDone(ContentEvent, kw_only=True, tag="response.output_text.done"):
     logprobs: Sequence[TokenLogprob]
 
 
-Events = Created | InProgress | ItemAdded | PartAdded | TextDelta | TextDone | PartDone | ItemDone | Completed | Incomplete | Failed
+class TextPiece(Event, kw_only=True):
+    """Of reasoning or of arguments, with what stands beside it."""
+
+    item_id: str
+    output_index: int = 0
+    delta: str
+    logprobs: Sequence[TokenLogprob] | UnsetType = UNSET
+    prompt_logprobs: list[TokenLogprob] | UnsetType = UNSET
+    flat_logprobs: FlatLogprobs | UnsetType = UNSET
+    hidden_states: HiddenStates | UnsetType = UNSET
+
+
+class ReasoningDelta(TextPiece, kw_only=True, tag_field="type", tag="response.reasoning_text.delta"):
+    content_index: int = 0
+
+
+class ReasoningDone(ContentEvent, kw_only=True, tag="response.reasoning_text.done"):
+    text: str
+
+
+class ArgumentsDelta(TextPiece, kw_only=True, tag_field="type", tag="response.function_call_arguments.delta"):
+    pass
+
+
+class ArgumentsDone(Event, kw_only=True, tag_field="type", tag="response.function_call_arguments.done"):
+    item_id: str
+    output_index: int = 0
+    name: str
+    arguments: str
+
+
+ReasoningEvents = ReasoningDelta | ReasoningDone
+CallEvents = ArgumentsDelta | ArgumentsDone
+TextEvents = PartAdded | TextDelta | TextDone | PartDone
+Events = Created | InProgress | ItemAdded | TextEvents | ReasoningEvents | CallEvents | ItemDone | Completed | Incomplete | Failed

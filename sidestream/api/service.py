@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cached_property
 from typing import Literal, NamedTuple, cast
 
 from sidestream.api.auth import Keys
@@ -12,6 +13,7 @@ from sidestream.async_client import AsyncEngine
 from sidestream.config import ServeConfig
 from sidestream.observe.metrics import Metrics
 from sidestream.observe.tracing import Tracing
+from sidestream.text.tools.format import ToolFormat, format_of
 
 log = logging.getLogger("sidestream")
 
@@ -72,6 +74,11 @@ class Service:
         if self.open_requests and silent > STALL_SECONDS:
             return "stalled", f"{self.open_requests} requests are open and the engine has said nothing for {silent:.0f} s"
         return "ok", "ready"
+
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls of tools: as its chat template teaches, or as the operator says. None where that is not known."""
+        return format_of(self.any_engine.frontend.chat_template.source, self.config.tool_call_parser)
 
     @property
     def open_requests(self) -> int:

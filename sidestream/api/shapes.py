@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,13 +32,14 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails
 
 
-def usage_of(outputs: Sequence[Output]) -> Usage:
-    """Of all choices of all prompts; in a stream, of the latest part of each."""
+def usage_of(outputs: Sequence[Output], reasoning_tokens: Mapping[int, int] | None = None) -> Usage:
+    """Of all choices of all prompts; in a stream, of the latest part of each. `reasoning_tokens` are those of each choice."""
     prompts = {output.rid: output for output in outputs}
     prompt = sum(output.prompt_tokens for output in prompts.values())
     completion = sum(output.completion_tokens for output in outputs)
+    reasoning = sum((reasoning_tokens or {}).values())
     cached = sum(output.cached_tokens for output in prompts.values())
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails())
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached), CompletionTokensDetails(reasoning))
 
 
 def finite(logprob: float | None) -> float | None:

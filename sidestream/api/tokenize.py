@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from starlette.responses import Response
 
-from sidestream.api.chat import NO_TEMPLATE, NO_TOOLS, TEXT_ONLY, ChatMessage, encode_messages
+from sidestream.api.chat import EFFORT, NO_TEMPLATE, TEXT_ONLY, ChatMessage, Effort, checked_variables, encode_messages
+from sidestream.api.dialogue import Dialogue, Reasoned
 from sidestream.api.prompts import MAX_PROMPTS
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import json_response
+from sidestream.api.tools import Parallel, ToolChoice, Tools, tool_use
 from sidestream.async_client import LONG_TEXT
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
@@ -36,8 +38,10 @@ class Tokenize(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[bool, Meta(description="End messages with the beginning of an answer; the default.")] | None = None
     continue_final_message: Annotated[bool, Meta(description="End messages where the text of the last one ends.")] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(description="Variables for the chat template.")] | None = None
-    tools: Annotated[list[Any], Meta(max_length=0, description=NO_TOOLS)] | None = None
-    tool_choice: Annotated[Literal["none", "auto"], Meta(description=NO_TOOLS)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Parallel | None = None
+    reasoning_effort: Annotated[Effort, EFFORT] | None = None
     chat_template: Annotated[None, NO_TEMPLATE] = None
     mm_processor_kwargs: Annotated[None, TEXT_ONLY] = None
 
@@ -104,7 +108,7 @@ async def tokenize(call: Call[Tokenize]) -> Response:
 
 async def _texts(call: Call[Tokenize], texts: Sequence[str]) -> list[list[int]]:
     body, tokenizer = call.body, call.service.engine.tokenizer
-    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "tool_choice", "reasoning_effort"):
         if getattr(body, name):
             raise InvalidRequest(name, f"got {shown(getattr(body, name))}, must be left out with a prompt: no template writes it")
     special = body.add_special_tokens is not False
@@ -118,12 +122,14 @@ async def _conversation(call: Call[Tokenize]) -> list[int]:
     body, engine = call.body, call.service.engine
     if body.add_special_tokens:
         raise InvalidRequest("add_special_tokens", "got true, must be left out with messages: the chat template writes special tokens")
+    use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+    dialogue = Dialogue(call.service, use, Reasoned(effort=body.reasoning_effort))
     return await encode_messages(
         engine,
         body.messages or [],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        chat_template_kwargs=body.chat_template_kwargs,
+        variables=dialogue.variables(checked_variables(body.chat_template_kwargs)),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -41,15 +42,23 @@ class ChatTemplate:
         self._model = model
         self._variables = {"bos_token": bos_token, "eos_token": eos_token, **(extra or {})}
         self._template: jinja2.Template | None = None
+        self.variables: frozenset[str] = frozenset()  # that the template looks at
         if source is not None:
+            environment = _environment()
             try:
-                self._template = _environment().from_string(source)
+                self._template = environment.from_string(source)
+                self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
                     f"The chat template of {model} does not parse, line {error.lineno}: {error.message}",
                     hint="Send a prompt instead of messages, or repair the template in the model's files.",
                 ) from error
         self._takes_parts = self._template is not None and self._renders_parts()
+
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        return "tools" in self.variables
 
     def render(
         self,

@@ -58,6 +58,11 @@ class ReasoningParser:
         self._pending = ""
         self._step: Callable[[bool], list[Event]] = self._before
 
+    @property
+    def over(self) -> bool:
+        """Whether what comes next is the answer."""
+        return self._step in (self._closed, self._after)
+
     def feed(self, text: str) -> list[Event]:
         return self._parse(text, final=False)
 

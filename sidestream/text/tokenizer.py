@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import tokenizers
@@ -117,10 +119,14 @@ class Tokenizer:
             eos_token=state.eos_token,
         )
 
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """Ids of the special tokens, by their texts."""
-        return {self._string(id): id for id in sorted(self.special_token_ids)}
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Ids, by their texts, of the tokens that no other tokens may stand for: the special ones, and all added ones like `<this>`.
+
+        So llguidance sees it, for which such a token is no text.
+        """
+        added = sorted(self.backend.get_added_tokens_decoder().items())
+        return {token.content: id for id, token in added if token.special or re.fullmatch(r"<.*>", token.content, re.DOTALL)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `InvalidRequest` for text that is not Unicode (lone surrogates). A long text leaves the GIL to other threads."""

@@ -81,13 +81,13 @@ def test_at_most_35_flags_and_no_other_engines_names(capsys):
     text = capsys.readouterr().out
     flags = re.findall(r"^  (--[a-z-]+)", text, flags=re.MULTILINE)
     assert len(flags) == len(set(flags)) <= 35
-    shown = {flag for field in declared_options() for flag in (field.flag, field.option.off_flag) if not field.option.positional}
-    assert set(flags) == shown - {None}
+    visible = [field for field in declared_options() if not field.option.hidden]
+    assert set(flags) == {flag for field in visible for flag in (field.flag, field.option.off_flag) if not field.option.positional} - {None}
     hidden = [flag for field in declared_options() for flag in (*field.option.aliases, *field.option.off_aliases)]
     for flag in [*hidden, "--enable-return-hidden-states", "--trust-remote-code"]:
         assert not re.search(rf"{flag}(?![a-z-])", text), flag
     for field in declared_options():
-        assert field.variable in text
+        assert (field.variable in text) != field.option.hidden
 
 
 @pytest.mark.parametrize(

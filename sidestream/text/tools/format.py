@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sidestream.errors import ConfigError
-from sidestream.text.reasoning import ReasoningFormat
 from sidestream.text.tools import hermes, llama, mistral, pythonic
-from sidestream.text.tools.grammar import Marker, reasoned
+from sidestream.text.tools.grammar import Special
 from sidestream.text.tools.parser import CallParser
 from sidestream.text.tools.tool import Tool
 
@@ -20,7 +19,7 @@ ALPHANUMERICS = string.ascii_letters + string.digits
 
 
 class Rules(Protocol):
-    def __call__(self, tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]: ...
+    def __call__(self, tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class ToolFormat:
         """For one answer; `prefix` is what the ids of its calls begin with."""
         return self.parser_type(names, _short_id if self.short_ids else _long_id(prefix))
 
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool, free: bool, reasoning: ReasoningFormat | None, marker: Marker) -> str:
+    def grammar(self, tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> str:
         """Lark for an answer that is calls of these tools, at least one; if not `parallel`, one.
 
-        `free`: among any text, or none at all, and only the parameters of strict tools are enforced. `reasoning` may come before.
-        Raises InvalidRequest for a schema that the format has no place for.
+        `free`: among any text, or none at all, and only the parameters of strict tools are enforced.
+        `special`: ids of special tokens, by their texts. Raises InvalidRequest for a schema that the format has no place for.
         """
-        return reasoned(self.rules(tools, parallel=parallel, free=free, marker=marker), reasoning, marker)
+        return "\n".join(self.rules(tools, parallel=parallel, free=free, special=special))
 
 
 HERMES = ToolFormat("hermes", hermes.HermesParser, hermes.hermes_rules, (hermes.OPEN, hermes.CLOSE))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sidestream.text.lark import literal, quoted
 from sidestream.text.tools.events import held_back
-from sidestream.text.tools.grammar import Marker, literal, marked, marked_calls, object_of
+from sidestream.text.tools.grammar import Special, marked_calls, object_of
 from sidestream.text.tools.parser import JsonCallParser
 from sidestream.text.tools.tool import Tool
 
@@ -43,10 +44,10 @@ class HermesParser(JsonCallParser):
         self._arguments(text)
 
 
-def hermes_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
-    newline = literal("\n")
-    rest = f"{newline} object {newline} {marked(CLOSE, marker)}"
+def hermes_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
+    newline = quoted("\n")
+    rest = f"{newline} object {newline} {literal(CLOSE, special)}"
     return [
-        *marked_calls(OPEN, rest, parallel=parallel, free=free, marker=marker, between="\n"),
+        *marked_calls(OPEN, rest, parallel=parallel, free=free, special=special, between="\n"),
         object_of(tools, "arguments", free=free),
     ]

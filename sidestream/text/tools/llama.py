@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sidestream.text.lark import quoted
 from sidestream.text.tools.events import held_back
-from sidestream.text.tools.grammar import Marker, leading_calls, literal, object_of
+from sidestream.text.tools.grammar import Special, leading_calls, object_of
 from sidestream.text.tools.parser import JsonCallParser
 from sidestream.text.tools.tool import Tool
 
@@ -42,6 +43,6 @@ class LlamaParser(JsonCallParser):
             self._step = self._text
 
 
-def llama_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
-    calls = f"object ({literal('; ')} object)*" if parallel else "object"
+def llama_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
+    calls = f"object ({quoted('; ')} object)*" if parallel else "object"
     return [*leading_calls(calls, "{", free=free), object_of(tools, "parameters", free=free)]

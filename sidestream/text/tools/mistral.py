@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from sidestream.text.lark import literal, quoted
 from sidestream.text.tools.events import held_back
-from sidestream.text.tools.grammar import Marker, literal, marked, marked_calls, object_of, parameters_of
+from sidestream.text.tools.grammar import Special, marked_calls, object_of, parameters_of
 from sidestream.text.tools.json_object import ArgumentsReader
 from sidestream.text.tools.parser import JsonCallParser
 from sidestream.text.tools.tool import Tool
@@ -64,25 +65,25 @@ class MistralParser(JsonCallParser):
             self._step = self._text
 
 
-def listed_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+def listed_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
     """All calls in one list."""
-    more = f" ({literal(', ')} object)*" if parallel else ""
-    rest = f"{literal('[')} object{more} {literal(']')}"
+    more = f" ({quoted(', ')} object)*" if parallel else ""
+    rest = f"{quoted('[')} object{more} {quoted(']')}"
     return [
-        *marked_calls(MARK, rest, parallel=False, free=free, marker=marker),
+        *marked_calls(MARK, rest, parallel=False, free=free, special=special),
         object_of(tools, "arguments", free=free),
     ]
 
 
-def named_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+def named_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
     """Each call with its name before its arguments."""
-    args = marked(ARGS, marker)
-    named = [f"{literal(tool.name)} {args} {parameters_of(tool, free=free)}" for tool in tools]
-    return [*marked_calls(MARK, "named", parallel=parallel, free=free, marker=marker), f"named: {' | '.join(named)}"]
+    args = literal(ARGS, special)
+    named = [f"{quoted(tool.name)} {args} {parameters_of(tool, free=free)}" for tool in tools]
+    return [*marked_calls(MARK, "named", parallel=parallel, free=free, special=special), f"named: {' | '.join(named)}"]
 
 
-def identified_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+def identified_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
     """The same with an id between them."""
-    head = f"{marked(CALL_ID, marker)} /[a-zA-Z0-9]{{9}}/ {marked(ARGS, marker)}"
-    named = [f"{literal(tool.name)} {head} {parameters_of(tool, free=free)}" for tool in tools]
-    return [*marked_calls(MARK, "named", parallel=parallel, free=free, marker=marker), f"named: {' | '.join(named)}"]
+    head = f"{literal(CALL_ID, special)} /[a-zA-Z0-9]{{9}}/ {literal(ARGS, special)}"
+    named = [f"{quoted(tool.name)} {head} {parameters_of(tool, free=free)}" for tool in tools]
+    return [*marked_calls(MARK, "named", parallel=parallel, free=free, special=special), f"named: {' | '.join(named)}"]

@@ -12,7 +12,8 @@ from typing import Any
 
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
-from sidestream.text.tools.grammar import OPTIONS, Marker, leading_calls, literal
+from sidestream.text.lark import quoted, schema
+from sidestream.text.tools.grammar import Special, leading_calls
 from sidestream.text.tools.parser import CallParser
 from sidestream.text.tools.tool import Tool
 
@@ -158,11 +159,11 @@ def _is_unicode(text: str) -> bool:
 TOGETHER = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id", "title", "description"}
 
 
-def pythonic_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker: Marker) -> list[str]:
+def pythonic_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, special: Special) -> list[str]:
     """Values are written as JSON, which the parser knows too. Raises InvalidRequest for a schema that cannot be enforced so."""
     calls = " | ".join(f"call_{place}" for place in range(len(tools)))
-    more = f" ({literal(', ')} call)*" if parallel else ""
-    rules = [*leading_calls(f"{literal('[')} call{more} {literal(']')}", "[", free=free), f"call: {calls}"]
+    more = f" ({quoted(', ')} call)*" if parallel else ""
+    rules = [*leading_calls(f"{quoted('[')} call{more} {quoted(']')}", "[", free=free), f"call: {calls}"]
     for place, tool in enumerate(tools):
         rules += _rules_of(tool, f"call_{place}", free=free and not tool.strict)
     return rules
@@ -170,37 +171,37 @@ def pythonic_rules(tools: Sequence[Tool], *, parallel: bool, free: bool, marker:
 
 def _rules_of(tool: Tool, rule: str, *, free: bool) -> Iterator[str]:
     """One rule for the call, one for each argument, and for each place in their order two: with a comma before it, and without."""
-    schema: Mapping[str, Any] = tool.schema
+    parameters = tool.schema
     if free:
-        yield f"{rule}: {literal(tool.name + '(')} ({rule}_any ({literal(', ')} {rule}_any)*)? {literal(')')}"
-        yield f"{rule}_any: /[a-zA-Z_][a-zA-Z0-9_]*=/ %json {json.dumps(OPTIONS)}"
+        yield f"{rule}: {quoted(tool.name + '(')} ({rule}_any ({quoted(', ')} {rule}_any)*)? {quoted(')')}"
+        yield f"{rule}_any: /[a-zA-Z_][a-zA-Z0-9_]*=/ {schema({})}"
         return
-    _check(tool, schema)
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    yield f"{rule}: {literal(tool.name + '(')} {rule}_0 {literal(')')}"
+    _check(tool)
+    properties, required = parameters.get("properties", {}), parameters.get("required", [])
+    shared = {name: parameters[name] for name in ("$defs", "definitions") if name in parameters}
+    yield f"{rule}: {quoted(tool.name + '(')} {rule}_0 {quoted(')')}"
     for place, (name, value) in enumerate(properties.items()):
         one, after, other = f"{rule}_{place}_value", f"{rule}_{place + 1}_more", f"{rule}_{place + 1}"
-        more = f"{literal(', ')} {one}"
-        yield f"{one}: {literal(name + '=')} %json {json.dumps({**(value if isinstance(value, Mapping) else {}), **shared, **OPTIONS})}"
+        more = f"{quoted(', ')} {one}"
+        yield f"{one}: {quoted(name + '=')} {schema({**value, **shared} if isinstance(value, Mapping) else {})}"
         yield f"{rule}_{place}: {one} {after}{'' if name in required else f' | {other}'}"
         yield f"{rule}_{place}_more: {more if name in required else f'({more})?'} {after}"
     yield f'{rule}_{len(properties)}: ""'
     yield f'{rule}_{len(properties)}_more: ""'
 
 
-def _check(tool: Tool, schema: Mapping[str, Any]) -> None:
-    where = tool.where
+def _check(tool: Tool) -> None:
+    where, parameters = tool.where, tool.schema
     hint = "This model writes calls as Python's."
-    for key in schema:
+    for key in parameters:
         if key not in TOGETHER:
-            raise InvalidRequest(f"{where}.{key}", f"got {shown(schema[key])}, which cannot be enforced for arguments", hint=hint)
-    for name in (*schema.get("properties", {}), *schema.get("required", [])):
+            raise InvalidRequest(f"{where}.{key}", f"got {shown(parameters[key])}, which cannot be enforced for arguments", hint=hint)
+    for name in (*parameters.get("properties", {}), *parameters.get("required", [])):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
             raise InvalidRequest(f"{where}.properties", f"got the name {name!r}, must be a name of Python's", hint=hint)
-        if name not in schema.get("properties", {}):
+        if name not in parameters.get("properties", {}):
             raise InvalidRequest(f"{where}.required", f"got {name!r}, must be one of the properties", hint=hint)
-    open_: list[Any] = [schema]
+    open_: list[Any] = [parameters]
     while open_:
         each = open_.pop()
         open_ += each.values() if isinstance(each, Mapping) else each if isinstance(each, list) else ()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
+from sidestream.text.lark import check_schema
 
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-OPTIONS_KEY = "x-guidance"  # how a schema is read: ours to say, it could switch checks off
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,7 @@ class Tool:
         required = schema.get("required", [])
         if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
             raise InvalidRequest(f"{self.where}.required", f"got {shown(required)}, must be a list of names")
-        for path in _paths_of(schema, OPTIONS_KEY):
-            raise InvalidRequest(f"{self.where}{path}", f"got the key {OPTIONS_KEY!r}, which is not for requests")
+        check_schema(self.where, schema)
 
     @property
     def schema(self) -> Mapping[str, Any]:
@@ -43,16 +42,3 @@ class Tool:
         """As chat templates know tools: in OpenAI's form."""
         described = {} if self.description is None else {"description": self.description}
         return {"type": "function", "function": {"name": self.name, **described, "parameters": dict(self.schema)}}
-
-
-def _paths_of(value: Any, key: str) -> Iterator[str]:
-    """Where a key is in a JSON value, such as `.properties.x`."""
-    open_: list[tuple[str, Any]] = [("", value)]
-    while open_:
-        path, each = open_.pop()
-        if isinstance(each, Mapping):
-            if key in each:
-                yield path
-            open_ += [(f"{path}.{name}", child) for name, child in each.items()]
-        elif isinstance(each, list):
-            open_ += [(f"{path}.{place}", child) for place, child in enumerate(each)]

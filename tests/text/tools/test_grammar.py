@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from sidestream.errors import InvalidRequest
-from sidestream.text.reasoning import FORMATS as REASONING
 from sidestream.text.tools.events import Arguments, CallBegun
 from sidestream.text.tools.format import FORMATS, format_of
 from sidestream.text.tools.tool import Tool
@@ -62,8 +60,9 @@ class Vocabulary:
         self._marked = special
         self._tokenizer = llguidance.LLTokenizer(self.backend.to_str(), eos_token=self.backend.token_to_id("<eos>"))
 
-    def marker(self, text: str) -> int | None:
-        return self.backend.token_to_id(text) if self._marked else None
+    @property
+    def special(self) -> dict[str, int]:
+        return {marker: self.backend.token_to_id(marker) for marker in MARKERS} if self._marked else {}
 
     def admits(self, grammar: str, text: str) -> bool:
         """Whether the whole text is admitted, and may end there."""
@@ -78,8 +77,8 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
     return Vocabulary(request.param)
 
 
-def grammar(name: str, vocabulary: Vocabulary, *tools: Tool, parallel: bool = True, free: bool = False, reasoning: Any = None) -> str:
-    made: str = VARIANTS[name].grammar(tools or (F, G), parallel=parallel, free=free, reasoning=reasoning, marker=vocabulary.marker)
+def grammar(name: str, vocabulary: Vocabulary, *tools: Tool, parallel: bool = True, free: bool = False) -> str:
+    made: str = VARIANTS[name].grammar(tools or (F, G), parallel=parallel, free=free, special=vocabulary.special)
     assert not llguidance.LLMatcher.validate_grammar(llguidance.LLMatcher.grammar_from_lark(made))
     return made
 
@@ -129,13 +128,6 @@ def test_calls_among_free_text(name, vocabulary):
         assert vocabulary.admits(free, f"{one} and more") == (name != "mistral")
 
 
-def test_reasoning_may_come_before(vocabulary):
-    made = grammar("hermes", vocabulary, reasoning=REASONING["think"])
-    call = CALLS["hermes"][0]
-    assert vocabulary.admits(made, call) and vocabulary.admits(made, f"<think>\nf(1 < 2)?\n</think>\n\n{call}")
-    assert not vocabulary.admits(made, f"<think>never ends {call}") and not vocabulary.admits(made, f"<think></think>No. {call}")
-
-
 def test_space_in_arguments_is_bounded(vocabulary):
     made = grammar("hermes", vocabulary)
     call = CALLS["hermes"][0]
@@ -180,7 +172,7 @@ def test_definitions_go_with_the_schema(vocabulary):
 )
 def test_what_python_has_no_place_for(schema, message):
     with pytest.raises(InvalidRequest) as error:
-        VARIANTS["pythonic"].grammar([Tool("f", parameters=schema)], parallel=True, free=False, reasoning=None, marker=lambda _: None)
+        VARIANTS["pythonic"].grammar([Tool("f", parameters=schema)], parallel=True, free=False, special={})
     assert error.value.message == message
 
 
@@ -190,8 +182,7 @@ def test_what_python_has_no_place_for(schema, message):
         ({"type": "array"}, "parameters.type: got 'array', must be 'object': arguments have names"),
         ({"properties": []}, "parameters.properties: got [], must be an object of schemas"),
         ({"required": "a"}, "parameters.required: got 'a', must be a list of names"),
-        ({"x-guidance": {"lenient": True}}, "parameters: got the key 'x-guidance', which is not for requests"),
-        ({"anyOf": [{"items": {"x-guidance": {}}}]}, "parameters.anyOf.0.items: got the key 'x-guidance', which is not for requests"),
+        ({"x-guidance": {}}, "parameters: got the keyword x-guidance, which is no keyword of JSON Schema, must be left out"),
     ],
 )
 def test_a_tool_that_cannot_be(schema, message):
