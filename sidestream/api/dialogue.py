@@ -28,7 +28,8 @@ class Reasoned(NamedTuple):
     separate: bool = True
     effort: str | None = None
     wanted: bool | None = None  # None: as the model does by itself
-    field: str = "reasoning_effort"  # of the request, which says so
+    said: str | None = None  # in what word, where it is not the effort
+    field: str = "reasoning_effort"  # of the request, which has that word
     continued: str = ""  # the message that the answer goes on with
 
 
@@ -67,7 +68,7 @@ class Dialogue:
         variables = {name: value for name, value in variables.items() if value is not None}
         if wanted and self._reasoning is None and not self._service.engine.frontend.chat_template.variables.intersection(variables):
             name = self._service.engine.facts.name
-            raise InvalidRequest(said.field, f"got {said.effort or 'thinking'!r}, but {name} does not reason")
+            raise InvalidRequest(said.field, f"got {said.said or said.effort!r}, but {name} does not reason")
         tools = self._use.for_template()
         return {**variables, **(given or {}), **({} if tools is None else {"tools": tools})}
 

@@ -141,7 +141,7 @@ def tool_use(body: MessagesBody | CountBody) -> ToolUse:
     ]
     modes: dict[str, Any] = {"any": "required", "none": "none"}
     parallel = not choice.disable_parallel_tool_use
-    return ToolUse(tuple(tools), modes.get(choice.type, "auto"), choice.name, parallel, FIELDS)
+    return ToolUse(tuple(tools), modes.get(choice.type, "auto"), choice.name, parallel, FIELDS, said=choice.type)
 
 
 def reasoned(body: MessagesBody | CountBody, *, continued: str) -> Reasoned:
@@ -150,7 +150,7 @@ def reasoned(body: MessagesBody | CountBody, *, continued: str) -> Reasoned:
     if thinking is not None and thinking.budget_tokens is not None and thinking.type != "enabled":
         raise InvalidRequest("thinking.budget_tokens", f"got {thinking.budget_tokens}, must be left out with type {thinking.type!r}")
     wanted = None if thinking is None else thinking.type != "disabled"
-    return Reasoned(wanted=wanted, field="thinking.type", continued=continued)
+    return Reasoned(wanted=wanted, said=None if thinking is None else thinking.type, field="thinking.type", continued=continued)
 
 
 def conversation(body: MessagesBody | CountBody) -> list[dict[str, Any]]:

@@ -60,6 +60,7 @@ class ToolUse:
     parallel: bool = True
     fields: tuple[str, str, str] = ("tools", "tool_choice", "tool_choice.function.name")
     name_field: str = "name"  # within a tool
+    said: str | None = None  # what the request calls the mode, where that is something else
 
     def __post_init__(self) -> None:
         tools, choice, chosen = self.fields
@@ -69,7 +70,7 @@ class ToolUse:
                 raise InvalidRequest(f"{tools}.{place}.{self.name_field}", f"got {tool.name!r} a second time, must be different names")
             names.append(tool.name)
         if not names and (self.mode == "required" or self.name is not None):
-            raise InvalidRequest(choice, f"got {self.name or self.mode!r}, must be left out without {tools}")
+            raise InvalidRequest(choice, f"got {self.name or self.said or self.mode!r}, must be left out without {tools}")
         if self.name is not None and self.name not in names:
             raise InvalidRequest(chosen, f"got {self.name!r}, must be one of {', '.join(names)}")
 

@@ -205,10 +205,10 @@ def test_tokens_are_counted_as_the_answer_counts_them(server: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("tools", [{"name": "f", "input_schema": {}}], "tools: got"),
-        ("tool_choice", {"type": "any"}, "tool_choice.type: got 'any'"),
-        ("thinking", {"type": "enabled", "budget_tokens": 1024}, "thinking.type: got 'enabled'"),
-        ("thinking", {"type": "adaptive"}, "thinking.type: got 'adaptive'"),
+        ("tools", [{"name": "f", "input_schema": {}}], "tools: got 1, but the chat template of tiny-chat takes no tools"),
+        ("tool_choice", {"type": "any"}, "tool_choice: got 'any', must be left out without tools"),
+        ("thinking", {"type": "enabled", "budget_tokens": 1024}, "thinking.type: got 'enabled', but tiny-chat does not reason"),
+        ("thinking", {"type": "adaptive"}, "thinking.type: got 'adaptive', but tiny-chat does not reason"),
         ("output_config", {"effort": "low"}, "output_config: got"),
         ("container", "c", "container: got"),
         ("mcp_servers", [{}], "mcp_servers: got"),
@@ -216,7 +216,7 @@ def test_tokens_are_counted_as_the_answer_counts_them(server: Any) -> None:
         ("messages", [{"role": "user", "content": [{"type": "image", "source": {}}]}], "messages.0.content.0.type: got 'image'"),
         (
             "messages",
-            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x"}]}],
+            [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}],
             "messages.0.content.0.type: got 'tool_result'",
         ),
         ("messages", [{"role": "tool", "content": "x"}], "messages.0.role: got 'tool'"),

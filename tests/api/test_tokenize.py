@@ -92,7 +92,7 @@ def test_the_tokenizer_is_described(server: Any, chat_model: Path) -> None:
         ("/tokenize", {}, "prompt", "got neither of prompt and messages"),
         ("/tokenize", {"prompt": "a", "messages": []}, "prompt", "got both"),
         ("/tokenize", {"prompt": 5}, "prompt", "got 5"),
-        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools", "Tools are not supported yet."),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools.0.type", "is missing"),
         ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message", "must be left out with a prompt"),
         ("/tokenize", {"prompt": "a", "chat_template": "x"}, "chat_template", "A template is a program"),
         ("/tokenize", {"prompt": "a", "add_special_token": True}, "add_special_token", "Did you mean add_special_tokens?"),
