@@ -127,6 +127,23 @@ def test_client(name: str, server: Server) -> None:
     assert server.status("/health") == 200
 
 
+TOOL_SCRIPTS = {"openai_python": "openai_tools.py", "anthropic_python": "anthropic_tools.py", "ai_sdk": "ai_sdk_tools.mjs"}
+
+
+@pytest.fixture(scope="module")
+def tool_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The default model's own template takes no tools."""
+    template = ROOT / "docs" / "templates" / "chatml_tools.jinja"
+    with serving(tmp_path_factory.mktemp("tools") / "log.txt", "--chat-template", str(template)) as made:
+        made.wait_until_ready()
+        yield made
+
+
+@pytest.mark.parametrize("name", TOOL_SCRIPTS)
+def test_tools(name: str, tool_server: Server) -> None:
+    run_client(name, tool_server.url, tool_server.model, script=TOOL_SCRIPTS[name])
+
+
 def test_bodies_made_from_the_schema(tmp_path: Path) -> None:
     with serving(tmp_path / "log.txt", "--context-length", "64") as made:
         made.wait_until_ready()
