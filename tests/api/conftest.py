@@ -26,6 +26,17 @@ CHAT_TEMPLATE = (
     "{{ '(' ~ message.reasoning ~ '|' ~ message.reasoning_content ~ ')' if message.reasoning }}{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
+# Of a model that calls tools in Hermes' notation, and thinks.
+TOOL_TEMPLATE = (
+    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}"
+    "{% for message in messages %}<|start|>{{ message.role }}\n"
+    "{{ '<think>' ~ message.reasoning_content ~ '</think>' if message.reasoning_content }}"
+    "{{ message.tool_call_id ~ ':' if message.tool_call_id }}{{ message.content if message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n"
+    "{{ '' if enable_thinking is undefined else '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
+)
 START_SECONDS = 60
 
 
@@ -130,6 +141,20 @@ def made_server() -> Callable[[Path], Iterator[Server]]:
 def server(chat_model: Path) -> Iterator[Server]:
     """One for all tests that change nothing about it."""
     yield from _serving(chat_model)
+
+
+@pytest.fixture(scope="session")
+def tool_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tools") / "tiny-tools"
+    shutil.copytree(tiny_llama, directory)
+    (directory / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tool_server(tool_model: Path) -> Iterator[Server]:
+    """One whose model takes tools and reasons."""
+    yield from _serving(tool_model)
 
 
 @pytest.fixture(scope="session")

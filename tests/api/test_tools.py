@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-TEMPLATE = (
-    "{% if tools %}tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}"
-    "{% for message in messages %}<|start|>{{ message.role }}\n"
-    "{{ '<think>' ~ message.reasoning_content ~ '</think>' if message.reasoning_content }}"
-    "{{ message.tool_call_id ~ ':' if message.tool_call_id }}{{ message.content if message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>"
-    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant\n"
-    "{{ '' if enable_thinking is undefined else '<think>' if enable_thinking else '<think></think>' }}{% endif %}"
-)
 USER = {"role": "user", "content": "Sun?"}
 FLAG = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"], "additionalProperties": False}
 TOOLS = [
@@ -35,17 +23,9 @@ DISABLED = {"thinking": {"type": "disabled"}}
 THOUGHT = f"<think>\nIt may rain.\n</think>\n\nLet us see. {CALL}"
 
 
-@pytest.fixture(scope="module")
-def tool_model(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tools") / "tiny-tools"
-    shutil.copytree(tiny_llama, directory)
-    (directory / "chat_template.jinja").write_text(TEMPLATE)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def tools(tool_model: Path, made_server: Callable[[Path], Iterator[Any]]) -> Iterator[Any]:
-    yield from made_server(tool_model)
+@pytest.fixture
+def tools(tool_server: Any) -> Any:
+    return tool_server
 
 
 def chat(server: Any, **fields: Any) -> dict[str, Any]:
