@@ -127,8 +127,8 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
         variables=dialogue.variables(checked_variables(body.chat_template_kwargs)),
     )
     check_room("messages", len(ids), asked, context)
-    reading = dialogue.reading(ids)
-    exchange = Exchange(call, [ids], dialogue.constrained(asked, reading), kind="chatcmpl", operation="chat")
+    asked, reading = dialogue.begin(asked, ids)
+    exchange = Exchange(call, [ids], asked, kind="chatcmpl", operation="chat")
     chat = _Chat(exchange, reading, body)
     return await chat.stream() if body.stream else await chat.answer()
 
@@ -136,7 +136,8 @@ async def chat_completions(call: Call[ChatRequest]) -> Response:
 def _dialogue(call: Call[ChatRequest]) -> Dialogue:
     body = call.body
     continued = "".join(_texts(body.messages[-1])) if body.continue_final_message else ""
-    reasoned = Reasoned(body.separate_reasoning is not False, body.reasoning_effort, continued=continued)
+    before = getattr(body, "require_reasoning", None)
+    reasoned = Reasoned(body.separate_reasoning is not False, body.reasoning_effort, before_grammar=before, continued=continued)
     return Dialogue(call.service, tool_use(body.tools, body.tool_choice, body.parallel_tool_calls), reasoned)
 
 
@@ -245,7 +246,7 @@ async def encode_messages(
         return engine.encode_chat(plain, **all_variables)
 
     try:
-        return await asyncio.to_thread(encode) if _characters(messages) > LONG_TEXT else encode()
+        return await asyncio.to_thread(encode) if size_of(plain, all_variables) > LONG_TEXT else encode()
     except RecursionError:
         raise InvalidRequest("body", "must be a JSON object: it is nested too deeply") from None
     except InvalidRequest as error:
@@ -261,9 +262,9 @@ def _long_texts(messages: Sequence[ChatMessage]) -> list[str]:
     return [text for message in messages for text in _texts(message) if len(text) > LONG_TEXT]
 
 
-def _characters(messages: Sequence[ChatMessage]) -> int:
-    """About how much there is to render and to tokenize; a message without text costs something too."""
-    return sum(50 + sum(map(len, _texts(message))) for message in messages)
+def size_of(messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> int:
+    """About how many characters there are to render and to tokenize; a message without text costs something too."""
+    return 50 * len(messages) + len(msgspec.json.encode((messages, variables)))
 
 
 def _plain(message: ChatMessage, where: str) -> dict[str, Any]:

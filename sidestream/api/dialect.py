@@ -15,6 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta
 from starlette.responses import Response
 
+from sidestream.api.chat import size_of
 from sidestream.api.dialogue import Dialogue, Piece
 from sidestream.api.fields import HiddenStatesFormat, LogprobsFormat, Shared, called, params_of
 from sidestream.api.generation import Generation
@@ -83,8 +84,8 @@ class Exchange:
         body: DialectBody = call.body
         engine = call.service.engine
         check_room(param, len(ids), asked, engine.context_length)
-        reading = dialogue.reading(ids, id_prefix=calls)
-        self.asked = asked = dialogue.constrained(asked, reading)
+        asked, reading = dialogue.begin(asked, ids, id_prefix=calls)
+        self.asked = asked
         self.reader = reading.reader()
         self.model = call.service.check_model(body.model)
         self.id = body.rid or f"{prefix}_{secrets.token_hex(12)}"
@@ -149,9 +150,10 @@ async def encode_conversation(
     def encode() -> list[int]:
         return engine.encode_chat(messages, **variables, **template)
 
-    size = sum(50 + sum(len(part["text"]) for part in message["content"]) for message in messages)  # a message costs something too
     try:
-        return await asyncio.to_thread(encode) if size > LONG_TEXT else encode()
+        return await asyncio.to_thread(encode) if size_of(messages, variables) > LONG_TEXT else encode()
+    except RecursionError:
+        raise InvalidRequest("body", "must be a JSON object: it is nested too deeply") from None
     except InvalidRequest as error:
         if error.param in ("messages", "prompt"):
             raise InvalidRequest(param, error.said, hint=error.hint) from None

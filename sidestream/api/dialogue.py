@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from sidestream.api.fields import called
+from sidestream.api.large import others_first
 from sidestream.api.openai import Asked
 from sidestream.api.parts import joined
 from sidestream.api.service import Service
@@ -19,7 +19,7 @@ from sidestream.text.reasoning import ReasoningFormat
 from sidestream.text.tools.events import Content, Event
 from sidestream.text.tools.format import ToolFormat
 
-SLICE_TOKENS = 1024  # looked at before others get their turn
+SLICE_TOKENS, SLICE_CHARACTERS = 1024, 8192  # looked at before others get their turn
 
 
 class Reasoned(NamedTuple):
@@ -30,6 +30,7 @@ class Reasoned(NamedTuple):
     wanted: bool | None = None  # None: as the model does by itself
     said: str | None = None  # in what word, where it is not the effort
     field: str = "reasoning_effort"  # of the request, which has that word
+    before_grammar: bool | None = None  # None: where the model reasons
     continued: str = ""  # the message that the answer goes on with
 
 
@@ -72,65 +73,74 @@ class Dialogue:
         tools = self._use.for_template()
         return {**variables, **(given or {}), **({} if tools is None else {"tools": tools})}
 
-    def constrained(self, asked: Asked, reading: Reading) -> Asked:
-        """What is asked of the engine, so that it writes what the tools are given for and shows all that the reading needs."""
-        changed: dict[str, Any] = {}
-        sampling = asked.sampling
-        if self._format is not None and self._constrains:
-            field = self._use.fields[1 if self._use.forced else 0]
-            if sampling.grammar is not None:
-                other = asked.names.get(sampling.grammar, sampling.grammar)
-                raise InvalidRequest(field, f"got tools whose schemas are to be kept beside {other}, must be one of the two")
-            reasons = self._reasoning is not None and (not reading.over or sampling.max_thinking_tokens is not None)
-            changed |= {"ebnf": self._grammar(self._format), "require_reasoning": reasons}
-            asked = replace(asked, names={**asked.names, "ebnf": field})
+    def begin(self, asked: Asked, ids: Sequence[int], *, id_prefix: str = "call_") -> tuple[Asked, Reading]:
+        """With the prompt: what is asked of the engine, so that it writes what the tools are given for, and how its answers are read."""
+        reasoning, sampling, end = self._reasoning, asked.sampling, self._service.engine.frontend.end_of(ids)
+        over = reasoning is not None and reasoning.is_over(end)
+        changed = self._grammar(asked)
+        grammar = sampling.grammar is not None or bool(changed)
+        if grammar and self._reasoned.before_grammar is None:  # the model thinks first: the grammar is for its answer
+            changed["require_reasoning"] = reasoning is not None and (not over or sampling.max_thinking_tokens is not None)
         if any(self._tokenizer.backend.token_to_id(marker) in self._tokenizer.special_token_ids for marker in self._markers):
             changed["skip_special_tokens"] = False
-        if not changed:
-            return asked
-        with called(asked.names):
-            return replace(asked, sampling=replace(sampling, **changed))
+        if "ebnf" in changed:
+            asked = replace(asked, names={**asked.names, "ebnf": self._field})
+        if changed:
+            with called(asked.names):
+                sampling = replace(sampling, **changed)
+        freed = not grammar or sampling.require_reasoning  # else the text is the answer from its first character on
+        reading = Reading(
+            ids,
+            self._tokenizer,
+            None if over else reasoning,
+            inside=freed and reasoning is not None and (reasoning.starts_inside(end) or self._continues(reasoning)),
+            verbatim=not self._reasoned.separate,
+            format=self._format,
+            names=[tool.name for tool in self._use.tools],
+            id_prefix=id_prefix,
+        )
+        return replace(asked, sampling=sampling), reading
+
+    def _continues(self, reasoning: ReasoningFormat) -> bool:
+        """Whether the message that the answer goes on with has opened the reasoning."""
+        text = self._reasoned.continued
+        return text.rfind(reasoning.begin) > text.rfind(reasoning.end)
 
     @property
     def _markers(self) -> Sequence[str]:
         tools = () if self._format is None else self._format.markers
         return tools if self._reasoning is None else (*tools, self._reasoning.begin, self._reasoning.end)
 
-    def reading(self, ids: Sequence[int], *, id_prefix: str = "call_") -> Reading:
-        """How the answers to the prompt `ids` are read."""
-        end, begun = self._service.engine.frontend.end_of(ids), self._reasoned.continued
-        reasoning = self._reasoning
-        return Reading(
-            ids,
-            self._tokenizer,
-            reasoning,
-            inside=reasoning is not None and (reasoning.starts_inside(end) or begun.rfind(reasoning.begin) > begun.rfind(reasoning.end)),
-            over=reasoning is not None and reasoning.is_over(end),
-            verbatim=not self._reasoned.separate,
-            format=self._format,
-            names=[tool.name for tool in self._use.tools],
-            id_prefix=id_prefix,
-        )
-
     @property
-    def _constrains(self) -> bool:
-        return self._use.forced or not self._use.parallel or any(tool.strict for tool in self._use.tools)
+    def _field(self) -> str:
+        """The field that asks for the tools' schemas to be kept."""
+        return self._use.fields[1 if self._use.forced else 0]
 
-    def _grammar(self, format: ToolFormat) -> str:
+    def _grammar(self, asked: Asked) -> dict[str, Any]:
+        """That of the tools, as a field of SamplingParams; nothing where they need none. Raises InvalidRequest."""
         use = self._use
+        if self._format is None or not (use.forced or not use.parallel or any(tool.strict for tool in use.tools)):
+            return {}
+        other = asked.sampling.grammar
+        if other is not None:
+            said = f"got tools whose schemas are to be kept beside {asked.names.get(other, other)}, must be one of the two"
+            raise InvalidRequest(self._field, said)
         parallel = use.parallel and use.name is None
-        return format.grammar(use.callable, parallel=parallel, free=not use.forced, special=self._tokenizer.special_tokens)
+        try:
+            made = self._format.grammar(use.callable, parallel=parallel, free=not use.forced, special=self._tokenizer.special_tokens)
+        except RecursionError:
+            raise InvalidRequest(use.fields[0], "a schema is nested too deeply") from None
+        return {"ebnf": made}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the answers to a prompt are read. `inside`: the prompt has opened the reasoning; `over`: it has closed it."""
+    """How the answers to a prompt are read."""
 
     ids: Sequence[int]
     tokenizer: Any
-    reasoning: ReasoningFormat | None
-    inside: bool
-    over: bool
+    reasoning: ReasoningFormat | None  # None where there is none, or the prompt has closed it
+    inside: bool  # the prompt has opened it
     verbatim: bool  # reasoning stays in the content
     format: ToolFormat | None  # None: calls are text
     names: Sequence[str]
@@ -138,7 +148,7 @@ class Reading:
 
     def reader(self) -> AnswerReader:
         """For one answer."""
-        reasoning = None if self.over else self.reasoning
+        reasoning = self.reasoning
         if reasoning is None and self.format is None:
             return AnswerReader(None, None)
         calls = None if self.format is None else self.format.parser(self.names, self.id_prefix)
@@ -170,10 +180,15 @@ class AnswerReader:
         if self._counter is not None:
             for first in range(0, len(part.token_ids), SLICE_TOKENS):
                 self._counter.feed(part.token_ids[first : first + SLICE_TOKENS])
-                await asyncio.sleep(0)
+                if len(part.token_ids) > SLICE_TOKENS:
+                    await others_first()
         if self._parser is None:
             return Piece([Content(part.text)] if part.text else [], part)
-        events = self._parser.feed(part.text)
+        events: list[Event] = []
+        for first in range(0, len(part.text), SLICE_CHARACTERS):
+            events += self._parser.feed(part.text[first : first + SLICE_CHARACTERS])
+            if len(part.text) > SLICE_CHARACTERS:
+                await others_first()
         if part.finish_reason is not None:
             events += self._parser.finish()
         self._held.append(part)

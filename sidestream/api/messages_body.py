@@ -150,7 +150,8 @@ def reasoned(body: MessagesBody | CountBody, *, continued: str) -> Reasoned:
     if thinking is not None and thinking.budget_tokens is not None and thinking.type != "enabled":
         raise InvalidRequest("thinking.budget_tokens", f"got {thinking.budget_tokens}, must be left out with type {thinking.type!r}")
     wanted = None if thinking is None else thinking.type != "disabled"
-    return Reasoned(wanted=wanted, said=None if thinking is None else thinking.type, field="thinking.type", continued=continued)
+    said, before = None if thinking is None else thinking.type, getattr(body, "require_reasoning", None)
+    return Reasoned(wanted=wanted, said=said, field="thinking.type", before_grammar=before, continued=continued)
 
 
 def conversation(body: MessagesBody | CountBody) -> list[dict[str, Any]]:

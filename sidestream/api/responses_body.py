@@ -142,7 +142,8 @@ def tool_use(body: ResponsesBody) -> ToolUse:
 
 
 def reasoned(body: ResponsesBody) -> Reasoned:
-    return Reasoned(effort=None if body.reasoning is None else body.reasoning.effort, field="reasoning.effort")
+    effort = None if body.reasoning is None else body.reasoning.effort
+    return Reasoned(effort=effort, field="reasoning.effort", before_grammar=getattr(body, "require_reasoning", None))
 
 
 def conversation(body: ResponsesBody) -> list[dict[str, Any]]:

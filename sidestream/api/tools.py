@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
 from sidestream.errors import InvalidRequest
 from sidestream.text.tools.tool import Tool
 
-MAX_TOOLS = 128
+MAX_TOOLS, MAX_TOOLS_BYTES = 128, 256 * 1024  # the latter as JSON
 ToolName = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[a-zA-Z0-9_-]+$")]
 Parameters = Annotated[dict[str, Any], Meta(description="JSON Schema of an object; without one the tool takes no arguments.")]
 Strict = Annotated[bool, Meta(description="Hold the arguments to the schema also where the model may choose.")]
@@ -64,6 +65,7 @@ class ToolUse:
 
     def __post_init__(self) -> None:
         tools, choice, chosen = self.fields
+        self._check_size(tools)
         names: list[str] = []
         for place, tool in enumerate(self.tools):
             if tool.name in names:
@@ -73,6 +75,14 @@ class ToolUse:
             raise InvalidRequest(choice, f"got {self.name or self.said or self.mode!r}, must be left out without {tools}")
         if self.name is not None and self.name not in names:
             raise InvalidRequest(chosen, f"got {self.name!r}, must be one of {', '.join(names)}")
+
+    def _check_size(self, field: str) -> None:
+        try:
+            size = len(msgspec.json.encode(self.for_template()))
+        except RecursionError:
+            raise InvalidRequest(field, "a schema is nested too deeply") from None
+        if size > MAX_TOOLS_BYTES:
+            raise InvalidRequest(field, f"got {size} bytes of JSON, must be at most {MAX_TOOLS_BYTES}")
 
     @property
     def active(self) -> bool:

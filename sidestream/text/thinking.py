@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class ThinkingBudget:
         self._awaited = self._end if thinking.inside else thinking.begin.encode()  # the next of the two; none when it is over
         self._seen = b""  # the end of the text, as far as it may belong to what is awaited
         self._left = budget.tokens
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._forced: deque[int] = deque()
         if thinking.inside and not self._left:
             self._forced.extend(self._end_tokens)
@@ -57,7 +59,9 @@ class ThinkingBudget:
 
     def _follow(self, token_id: int) -> None:
         within = self._awaited == self._end
-        self._seen += self._tokenizer.token_bytes(token_id)
+        data = self._tokenizer.token_bytes(token_id)
+        self._seen += data
+        self._characters.decode(data)
         found = self._awaited in self._seen
         if found:
             self._awaited, self._seen = (b"" if within else self._end), b""
@@ -65,5 +69,5 @@ class ThinkingBudget:
             self._seen = self._seen[-len(self._awaited) :]
         if self._awaited == self._end:
             self._left -= within
-            if self._left <= 0:
+            if self._left <= 0 and not self._characters.getstate()[0]:  # within a character nothing else can follow
                 self._forced.extend(self._end_tokens)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from sidestream import Engine, Output, SamplingParams
+
 USER = {"role": "user", "content": "Sun?"}
 FLAG = {"type": "object", "properties": {"sunny": {"type": "boolean"}}, "required": ["sunny"], "additionalProperties": False}
 TOOLS = [
@@ -19,6 +21,7 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"sunny": true}}\n</tool_call
 UNKNOWN = '<tool_call>{"name": "fly", "arguments": {}}</tool_call>'
 TWO = f'Well.\n\n{CALL}\n<tool_call>\n{{"name": "wait", "arguments": {{}}}}\n</tool_call>'
 SILENT = {"reasoning_effort": "none"}  # else the grammar lets this model think, which it would for ever
+FORCED = {"require_reasoning": False}  # a text that is forced has its reasoning in it
 DISABLED = {"thinking": {"type": "disabled"}}
 THOUGHT = f"<think>\nIt may rain.\n</think>\n\nLet us see. {CALL}"
 
@@ -36,11 +39,11 @@ def chat(server: Any, **fields: Any) -> dict[str, Any]:
 
 def written(server: Any, text: str, **fields: Any) -> dict[str, Any]:
     """The choice of a chat in which the model writes a text."""
-    return dict(chat(server, choice=[text], **fields)["choices"][0])
+    return dict(chat(server, choice=[text], **FORCED, **fields)["choices"][0])
 
 
 def chunks(server: Any, text: str, **fields: Any) -> list[dict[str, Any]]:
-    body = {"messages": [USER], "tools": TOOLS, "temperature": 0, "max_tokens": 200, "choice": [text], **fields}
+    body = {"messages": [USER], "tools": TOOLS, "temperature": 0, "max_tokens": 200, "choice": [text], **FORCED, **fields}
     return list(server.stream("/v1/chat/completions", body))
 
 
@@ -110,7 +113,7 @@ def test_no_token_loses_what_belongs_to_it(tools: Any, text: str) -> None:
     """One entry and one row for each token, also where markers are dropped and text is held back: the same as without tools."""
     fields = {"logprobs": True, "top_logprobs": 2, "return_hidden_states": True, "hidden_states_format": "base64", "return_token_ids": True}
     plain = written(tools, text, tool_choice="none", separate_reasoning=False, **fields)
-    same = chat(tools, choice=[text], messages=[{"role": "user", "content": "Sun?"}], **fields)["choices"][0]
+    same = chat(tools, choice=[text], **FORCED, **fields)["choices"][0]
     streamed = joined(chunks(tools, text, **fields))
     assert plain["message"]["content"] == text and plain["token_ids"] == same["token_ids"] == streamed["token_ids"]
     assert same["logprobs"]["content"] == streamed["logprobs"] and len(streamed["logprobs"]) == len(streamed["token_ids"])
@@ -129,7 +132,7 @@ def test_arguments_come_in_deltas(tools: Any) -> None:
 
 
 def test_several_choices_have_calls_of_their_own(tools: Any) -> None:
-    answer = chat(tools, choice=[TWO], n=3)
+    answer = chat(tools, choice=[TWO], n=3, **FORCED)
     ids = [call["id"] for choice in answer["choices"] for call in choice["message"]["tool_calls"]]
     assert len(set(ids)) == 6 and {choice["finish_reason"] for choice in answer["choices"]} == {"tool_calls"}
     events = chunks(tools, TWO, n=2)
@@ -199,20 +202,19 @@ def test_strict_tools_keep_their_schemas_where_the_model_may_choose(tools: Any) 
 
 
 def test_reasoning_that_the_prompt_began(tools: Any) -> None:
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}, "tools": None}
-    choice = written(tools, "Maybe.\n</think>\n\nYes.", **thinking)
-    assert choice["message"] == {
-        "role": "assistant",
-        "content": "Yes.",
-        "refusal": None,
-        "reasoning_content": "Maybe.",
-        "reasoning": "Maybe.",
-    }
-    effort = written(tools, "Maybe.\n</think>\n\nYes.", reasoning_effort="low", tools=None)
-    assert effort["message"] == choice["message"]
-    none = written(tools, "Maybe.\n</think>\n\nYes.", reasoning_effort="none", tools=None)
-    assert none["message"]["content"] == "Maybe.\n</think>\n\nYes."
-    assert joined(chunks(tools, "Maybe.\n</think>\n\nYes.", **thinking))["message"] == choice["message"]
+    """A grammar is for the answer: the model thinks first, as long as it may."""
+    for fields in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}):
+        asked = {"choice": ["Yes."], "tools": None, "max_thinking_tokens": 6, **fields}
+        message = chat(tools, **asked)["choices"][0]["message"]
+        assert message["content"] == "Yes." and message["reasoning_content"] == message["reasoning"] != ""
+        assert joined(list(tools.stream("/v1/chat/completions", {"messages": [USER], "temperature": 0, **asked})))["message"] == message
+    none = chat(tools, choice=["Maybe</think>Yes."], reasoning_effort="none", tools=None)["choices"][0]["message"]
+    assert none == {"role": "assistant", "content": "Maybe</think>Yes.", "refusal": None}
+
+
+def test_a_grammar_in_place_of_reasoning(tools: Any) -> None:
+    fields = {"tools": None, "reasoning_effort": "high", "require_reasoning": False}
+    assert chat(tools, choice=["Yes."], **fields)["choices"][0]["message"]["content"] == "Yes."
 
 
 def test_reasoning_stays_in_the_content_where_that_is_asked(tools: Any) -> None:
@@ -225,13 +227,13 @@ def test_tokens_of_reasoning_are_counted(tools: Any) -> None:
         return len(tools.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"])
 
     text = "<think>It may rain.</think>Yes"
-    usage = chat(tools, choice=[text], tools=None)["usage"]
+    usage = chat(tools, choice=[text], tools=None, **FORCED)["usage"]
     reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
     assert 0 <= reasoning - tokens("<think>It may rain.</think>") <= 1  # a token may belong to both
     last = chunks(tools, text, tools=None, stream_options={"include_usage": True})[-1]
     assert last["usage"]["completion_tokens_details"]["reasoning_tokens"] == reasoning
-    assert chat(tools, choice=["Yes"], tools=None)["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
-    responses = tools.post("/v1/responses", {"input": "Sun?", "choice": [text], "temperature": 0}).json()
+    assert chat(tools, choice=["Yes"], tools=None, **FORCED)["usage"]["completion_tokens_details"]["reasoning_tokens"] == 0
+    responses = tools.post("/v1/responses", {"input": "Sun?", "choice": [text], "temperature": 0, **FORCED}).json()
     assert responses["usage"]["output_tokens_details"]["reasoning_tokens"] == reasoning
 
 
@@ -264,6 +266,8 @@ def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required", "regex": "a"}, "tool_choice", "beside regex"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "beside response_format"),
         ({"tool_choice": "required", "tools": [function("f", {"not": {}})]}, "tool_choice", '"not"'),
+        ({"tools": [function("f", {"properties": {"a": {"type": "text"}}})]}, "tools.0.function.parameters.properties.a", "JSON Schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}]}, "tools", "at most 262144"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),
         ({"reasoning_effort": "extreme"}, "reasoning_effort", "low"),
     ],
@@ -276,13 +280,31 @@ def test_what_cannot_be_is_refused_by_name(tools: Any, fields: dict[str, Any], p
         assert error["param"] == param and words in error["message"], error
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": "SCHEMA"}}]}),
+        ("/v1/responses", {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": "SCHEMA"}]}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5, "tools": [{"name": "f", "input_schema": "SCHEMA"}]}),
+    ],
+)
+def test_deep_schemas_are_refused_or_answered(tools: Any, path: str, body: dict[str, Any]) -> None:
+    for depth in (100, 300, 900, 100_000):
+        schema = '{"properties": {"a": ' * depth + "{}" + "}}" * depth
+        for more in ({}, {"tool_choice": {"type": "any"} if path.endswith("messages") else "required"}):
+            answer = tools.http.post(path, content=json.dumps(body | more).replace('"SCHEMA"', schema).encode())
+            assert answer.status_code in (200, 400), answer.text
+
+
 def test_a_model_without_tools_says_so(serve: Any, server: Any, tool_model: Path) -> None:
     asked = {"messages": [USER], "tools": TOOLS, "max_tokens": 5}
     error = server.post("/v1/chat/completions", asked).json()["error"]
     assert error["param"] == "tools" and "takes no tools" in error["message"] and "--chat-template FILE" in error["message"]
     assert server.post("/v1/chat/completions", asked | {"tool_choice": "none"}).status_code == 200
     plain = serve("--tool-call-parser", "none", "--reasoning-parser", "none", model=tool_model)
-    message = plain.post("/v1/chat/completions", {**asked, "max_tokens": 200, "choice": [THOUGHT]}).json()["choices"][0]["message"]
+    message = plain.post("/v1/chat/completions", {**asked, "max_tokens": 200, "choice": [THOUGHT], **FORCED}).json()["choices"][0][
+        "message"
+    ]
     assert message == {"role": "assistant", "content": THOUGHT, "refusal": None}
     error = plain.post("/v1/chat/completions", asked | {"tool_choice": "required"}).json()["error"]
     assert error["param"] == "tool_choice" and "--tool-call-parser NAME" in error["message"]
@@ -365,7 +387,7 @@ def named_events(server: Any, path: str, body: dict[str, Any]) -> list[dict[str,
 
 
 def test_messages_have_blocks(tools: Any) -> None:
-    body = {"messages": [USER], "tools": ANTHROPIC, "max_tokens": 200, "temperature": 0, "choice": [THOUGHT]}
+    body = {"messages": [USER], "tools": ANTHROPIC, "max_tokens": 200, "temperature": 0, "choice": [THOUGHT], **FORCED}
     answer = tools.post("/v1/messages", body).json()
     (thinking, text, call) = answer["content"]
     assert thinking == {"type": "thinking", "thinking": "It may rain.", "signature": ""}
@@ -375,7 +397,15 @@ def test_messages_have_blocks(tools: Any) -> None:
 
 
 def test_streamed_messages_have_the_same_blocks(tools: Any) -> None:
-    body = {"messages": [USER], "tools": ANTHROPIC, "max_tokens": 200, "temperature": 0, "choice": [THOUGHT], "top_logprobs_num": 1}
+    body = {
+        "messages": [USER],
+        "tools": ANTHROPIC,
+        "max_tokens": 200,
+        "temperature": 0,
+        "choice": [THOUGHT],
+        **FORCED,
+        "top_logprobs_num": 1,
+    }
     whole = tools.post("/v1/messages", body).json()
     events = named_events(tools, "/v1/messages", body)
     assert [event["type"] for event in events][:3] == ["message_start", "content_block_start", "ping"]
@@ -421,21 +451,22 @@ def test_thinking_in_messages(tools: Any) -> None:
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 6}}
     content = tools.post("/v1/messages", body | thinking).json()["content"]
     assert content[0]["type"] == "thinking"
-    content = tools.post("/v1/messages", body | {"thinking": {"type": "adaptive"}, "choice": ["a</think>b"]}).json()["content"]
-    assert [block.get("thinking") or block["text"] for block in content] == ["a", "b"]
+    adaptive = {"thinking": {"type": "adaptive"}, "max_thinking_tokens": 6, "choice": ["b"]}
+    content = tools.post("/v1/messages", body | adaptive).json()["content"]
+    assert [block["type"] for block in content] == ["thinking", "text"] and content[1]["text"] == "b"
     content = tools.post("/v1/messages", body | {"thinking": {"type": "disabled"}, "choice": ["a</think>b"]}).json()["content"]
     assert content[0]["text"] == "a</think>b"
 
 
 def test_a_call_that_is_cut_has_its_text(tools: Any) -> None:
     count = len(tools.post("/tokenize", {"prompt": CALL.partition("true")[0], "add_special_tokens": False}).json()["tokens"])
-    body = {"messages": [USER], "tools": ANTHROPIC, "max_tokens": count, "temperature": 0, "choice": [CALL]}
+    body = {"messages": [USER], "tools": ANTHROPIC, "max_tokens": count, "temperature": 0, "choice": [CALL], **FORCED}
     answer = tools.post("/v1/messages", body).json()
     assert answer["stop_reason"] == "max_tokens" and answer["content"][0]["input"]["INVALID_JSON"].startswith('{"sunny":')
 
 
 def test_responses_have_items(tools: Any) -> None:
-    body = {"input": "Sun?", "tools": FLAT, "max_output_tokens": 200, "temperature": 0, "choice": [THOUGHT]}
+    body = {"input": "Sun?", "tools": FLAT, "max_output_tokens": 200, "temperature": 0, "choice": [THOUGHT], **FORCED}
     answer = tools.post("/v1/responses", body).json()
     reasoning, message, call = answer["output"]
     assert reasoning == {
@@ -463,7 +494,7 @@ def test_responses_have_items(tools: Any) -> None:
 
 
 def test_streamed_responses_have_the_same_items(tools: Any) -> None:
-    body = {"input": "Sun?", "tools": FLAT, "max_output_tokens": 200, "temperature": 0, "choice": [THOUGHT], "top_logprobs": 1}
+    body = {"input": "Sun?", "tools": FLAT, "max_output_tokens": 200, "temperature": 0, "choice": [THOUGHT], **FORCED, "top_logprobs": 1}
     whole = tools.post("/v1/responses", body).json()
     events = named_events(tools, "/v1/responses", body)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -499,3 +530,18 @@ def test_choices_of_tools_in_responses(tools: Any) -> None:
         ({"type": "message", "content": "x"}, "input.0.role"),
     ):
         assert tools.post("/v1/responses", {"input": [item]}).json()["error"]["param"] == param
+
+
+# Python
+
+
+def test_chat_in_python_tells_the_model_of_tools(tool_model: Path, tools: Any) -> None:
+    with Engine(str(tool_model), dtype="float32", threads=1, kv_tokens=2048, log_level="warning") as engine:
+        output = engine.chat([USER], SamplingParams(max_new_tokens=200, choice=[CALL], temperature=0.0), tools=TOOLS)
+        ids = tools.post("/tokenize", {"messages": [USER], "tools": TOOLS}).json()["tokens"]
+        assert isinstance(output, Output) and output.text == CALL and output.prompt_tokens == len(ids)
+        thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+        after = engine.chat(
+            [USER], SamplingParams(max_new_tokens=100, choice=["Yes."], require_reasoning=True, max_thinking_tokens=4, seed=1), **thinking
+        )
+        assert isinstance(after, Output) and after.text.endswith("</think>Yes.")

@@ -182,6 +182,9 @@ def test_what_python_has_no_place_for(schema, message):
         ({"type": "array"}, "parameters.type: got 'array', must be 'object': arguments have names"),
         ({"properties": []}, "parameters.properties: got [], must be an object of schemas"),
         ({"required": "a"}, "parameters.required: got 'a', must be a list of names"),
+        ({"properties": {"a": {"type": "strin"}}}, "parameters.properties.a: got {'type': 'strin'}, must be a JSON Schema"),
+        ({"properties": {"a": {"items": {"anyOf": [{}, 3]}}}}, "parameters.properties.a.items.anyOf.1: got 3, must be a JSON Schema"),
+        ({"properties": {"a": None}}, "parameters.properties.a: got None, must be a JSON Schema"),
         ({"x-guidance": {}}, "parameters: got the keyword x-guidance, which is no keyword of JSON Schema, must be left out"),
     ],
 )
