@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,57 @@ def test_a_model_without_tools_says_so(serve: Any, server: Any, tool_model: Path
     answer = mistral.post("/v1/chat/completions", {**asked, "max_tokens": 200, "choice": [text]}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "look" and len(call["id"]) == 9
+
+
+# Markers that are tokens of their own
+
+
+def with_tokens(model: Path, directory: Path, template: str, tokens: dict[str, bool]) -> Path:
+    """The model with some of its last tokens as added ones; the value says whether they are special."""
+    made = directory / "tiny-marked"
+    shutil.copytree(model, made)
+    (made / "chat_template.jinja").write_text(template)
+    tokenizer = json.loads((made / "tokenizer.json").read_text())
+    vocabulary, merges = tokenizer["model"]["vocab"], tokenizer["model"]["merges"]
+    last = sorted((id, token) for token, id in vocabulary.items())[-len(tokens) :]
+    gone = {token for _, token in last}
+    tokenizer["model"]["merges"] = [merge for merge in merges if "".join(merge) not in gone and not gone.intersection(merge)]
+    for (id, old), (text, special) in zip(last, tokens.items(), strict=True):
+        vocabulary[text] = vocabulary.pop(old)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append({"id": id, "content": text, "special": special, **flags})
+    (made / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("format", "tokens"),
+    [
+        ("mistral", {"[TOOL_CALLS]": True, "[ARGS]": True, "[THINK]": True, "[/THINK]": True}),
+        ("hermes", {"<tool_call>": False, "</tool_call>": False, "<think>": False, "</think>": False}),
+    ],
+)
+def test_markers_that_are_tokens(tool_model: Path, tmp_path: Path, serve: Any, format: str, tokens: dict[str, bool]) -> None:
+    """Their text is shown to the parsers, though it may be that of special tokens, and grammars name the tokens."""
+    mistral = format == "mistral"
+    begin, end = ("[THINK]", "[/THINK]") if mistral else ("<think>", "</think>")
+    template = (tool_model / "chat_template.jinja").read_text().replace("<think>", begin).replace("</think>", end)
+    template = template.replace("<tool_call>", "[TOOL_CALLS]").replace("</tool_call>", "[ARGS]") if mistral else template
+    server = serve(model=with_tokens(tool_model, tmp_path, template, tokens))
+    ids = {text: server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] for text in tokens}
+    assert all(len(each) == 1 for each in ids.values()), ids
+    asked = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 1, "seed": 1, "return_token_ids": True}
+    for fields in ({"reasoning_effort": "none"}, {"reasoning_effort": "low", "max_thinking_tokens": 5}):
+        (choice,) = chat(server, **asked, **fields)["choices"]
+        ((name, _),) = calls_of(choice)
+        assert name in ("look", "wait") and choice["finish_reason"] == "tool_calls"
+        assert ids["[TOOL_CALLS]" if mistral else "<tool_call>"][0] in choice["token_ids"]
+        assert ("reasoning" in choice["message"]) == ("max_thinking_tokens" in fields)
+        assert (ids[end][0] in choice["token_ids"]) == ("max_thinking_tokens" in fields)
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    bias = {"logit_bias": {str(ids["[TOOL_CALLS]" if mistral else "<tool_call>"][0]): 100}}
+    (choice,) = chat(server, tools=strict, parallel_tool_calls=False, temperature=1, seed=1, reasoning_effort="none", **bias)["choices"]
+    assert len(calls_of(choice)) == 1
 
 
 # The conversation that goes on
