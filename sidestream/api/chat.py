@@ -18,6 +18,7 @@ from sidestream.api.openai import (
     IGNORED,
     TOP_LOGPROBS,
     Choice,
+    Chunk,
     Exchange,
     OpenAIRequest,
     asked_for,
@@ -97,6 +98,11 @@ class ChatDelta(Choice, kw_only=True):
     delta: Delta
 
 
+class ChatChunk(Chunk, kw_only=True):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: Sequence[ChatDelta]
+
+
 class ChatAnswer(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -174,7 +180,7 @@ class _Chat:
         )
 
     async def stream(self) -> Response:
-        return await self._exchange.stream("chat.completion.chunk", self._deltas, prompt_token_ids=self._prompt_ids)
+        return await self._exchange.stream(ChatChunk, self._deltas, prompt_token_ids=self._prompt_ids)
 
     async def _deltas(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
         """The role comes in a chunk of its own; the last chunk may have nothing else than the reason of the end."""
@@ -296,5 +302,6 @@ CHAT = (
         body=ChatRequest,
         answer=ChatAnswer,
         streams=True,
+        events=ChatChunk,
     ),
 )

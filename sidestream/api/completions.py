@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from starlette.responses import Response
 
 from sidestream.api.logprobs import CompletionLogprobs, Echo, Entries, TextOffsets, TokenTexts, completion_logprobs, echoed
-from sidestream.api.openai import TOP_LOGPROBS, Asked, Choice, Exchange, OpenAIRequest, asked_for, check_room
+from sidestream.api.openai import TOP_LOGPROBS, Asked, Choice, Chunk, Exchange, OpenAIRequest, asked_for, check_room
 from sidestream.api.prompts import MAX_PROMPTS, read_prompts
 from sidestream.api.route import Call, Route
 from sidestream.api.shapes import Usage, flat_logprobs, usage_of
@@ -37,6 +37,11 @@ class CompletionChoice(Choice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None = None
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionChunk(Chunk, kw_only=True):
+    object: Literal["text_completion"] = "text_completion"
+    choices: Sequence[CompletionChoice]
 
 
 class CompletionAnswer(msgspec.Struct, kw_only=True):
@@ -94,7 +99,7 @@ class _Completion:
         )
 
     async def stream(self) -> Response:
-        return await self._exchange.stream("text_completion", self._parts)
+        return await self._exchange.stream(CompletionChunk, self._parts)
 
     async def _parts(self, index: int, part: Output, first: bool) -> Sequence[Choice]:
         return [await self._choice(index, part, first, streamed=True)]
@@ -176,5 +181,14 @@ async def _encoded(engine: AsyncEngine, body: CompletionRequest, asked: Asked) -
 
 
 COMPLETIONS = (
-    Route("POST", "/v1/completions", completions, "Continue a text", body=CompletionRequest, answer=CompletionAnswer, streams=True),
+    Route(
+        "POST",
+        "/v1/completions",
+        completions,
+        "Continue a text",
+        body=CompletionRequest,
+        answer=CompletionAnswer,
+        streams=True,
+        events=CompletionChunk,
+    ),
 )

@@ -27,6 +27,7 @@ from sidestream.api.shapes import flat_logprobs
 from sidestream.api.sse import json_response
 from sidestream.async_client import LONG_TEXT, AsyncEngine
 from sidestream.errors import InvalidRequest
+from sidestream.options import shown
 from sidestream.output import Output
 from sidestream.params import OutputParams
 
@@ -53,18 +54,26 @@ class DialectBody(Shared, kw_only=True, forbid_unknown_fields=True):
 
 
 def asked_for(
-    body: DialectBody, synonyms: Mapping[str, str], *, context: int, logprobs: bool = False, more: Mapping[str, Any] | None = None
+    body: DialectBody,
+    synonyms: Mapping[str, str],
+    *,
+    context: int,
+    logprobs: bool = False,
+    more: tuple[Mapping[str, Any], Mapping[str, str]] = ({}, {}),
 ) -> Asked:
-    """`synonyms` are the other API's names of our fields, by ours; `logprobs` says whether it asks for them; `more` are values of fields.
-
-    Raises InvalidRequest.
+    """`synonyms` are the other API's names of our fields, by ours; `logprobs` says whether it asks for them; `more` are values of our
+    fields that it has elsewhere, and where. Raises InvalidRequest.
     """
+    values, places = more
+    for ours, value in values.items():
+        if getattr(body, ours) not in (None, value):
+            raise InvalidRequest(ours, f"got {shown(getattr(body, ours))} beside {places[ours]}={shown(value)}, must be the same")
     found = {ours: one_of(body, theirs, ours) for ours, theirs in synonyms.items()}
-    names = {ours: name for ours, (name, _) in found.items()}
+    names = {ours: name for ours, (name, _) in found.items()} | dict(places)
     renamed = {ours: value for ours, (_, value) in found.items()}
     most = renamed["max_new_tokens"]
     renamed["max_new_tokens"] = context if most is None else min(most, context)  # the context bounds it too
-    renamed |= {"return_logprob": logprobs or None, **(more or {})}
+    renamed |= {"return_logprob": logprobs or None, **values}
     with called(names):
         sampling, outputs = params_of(body, renamed)
     if "hidden_states_start" in outputs:  # there is no row so late: any such number gives none

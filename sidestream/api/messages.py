@@ -21,6 +21,7 @@ from sidestream.api.messages_body import CountBody, MessagesBody, conversation, 
 from sidestream.api.openai import check_not_aborted
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import EventStream, event, json_response
+from sidestream.api.structured import format_fields
 from sidestream.output import Output
 
 SYNONYMS = {"max_new_tokens": "max_tokens", "stop": "stop_sequences"}
@@ -33,8 +34,10 @@ def _event(value: shapes.Event) -> bytes:
 async def create_message(call: Call[MessagesBody]) -> Response:
     body, engine = call.body, call.service.engine
     call.service.check_model(body.model)
-    renamed = {} if body.thinking is None else {"max_thinking_tokens": body.thinking.budget_tokens}
-    asked = asked_for(body, SYNONYMS, context=engine.context_length, more=renamed)
+    values, places = format_fields(body.output_config.format if body.output_config is not None else None, "output_config.format")
+    if body.thinking is not None and body.thinking.budget_tokens is not None:
+        values["max_thinking_tokens"], places["max_thinking_tokens"] = body.thinking.budget_tokens, "thinking.budget_tokens"
+    asked = asked_for(body, SYNONYMS, context=engine.context_length, more=(values, places))
     dialogue, ids = await _encoded(call)
     answering = _Answering(Exchange(call, dialogue, ids, asked, param="messages", prefix="msg", calls="toolu_"), body.max_tokens)
     return await answering.stream() if body.stream else await answering.answer()

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 from sidestream.api.dialect import DialectBody, Ignored, Model, TemplateVariables, assistant, call_of, text_parts, tool_result
 from sidestream.api.dialogue import Reasoned
 from sidestream.api.fields import STOPS
+from sidestream.api.structured import MessageFormat
 from sidestream.api.tools import MAX_TOOLS, Parameters, Strict, ToolName, ToolUse
 from sidestream.errors import InvalidRequest
 from sidestream.text.tools.tool import Tool
@@ -96,7 +97,11 @@ Messages = Annotated[
 ]
 System = Annotated[str | SystemText, Meta(description="A system message that goes before the conversation.")]
 Tools = Annotated[list[ClientTool], Meta(max_length=MAX_TOOLS, description="What the model may call.")]
-Format = Annotated[None, Meta(description="Structured output and effort are not supported yet.")]
+
+
+class OutputConfig(Struct, kw_only=True, forbid_unknown_fields=True):
+    format: Annotated[MessageFormat, Meta(description="Which form the text has.")] | None = None
+    effort: Annotated[None, Meta(description="The model has no such setting: thinking.budget_tokens bounds its reasoning.")] = None
 
 
 class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
@@ -107,7 +112,7 @@ class MessagesBody(DialectBody, kw_only=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: Format = None
+    output_config: OutputConfig | None = None
     container: Annotated[None, Meta(description=NO_OTHERS)] = None
     mcp_servers: Annotated[list[Any], Meta(max_length=0, description=NO_OTHERS)] | None = None
     context_management: Annotated[None, Meta(description="A conversation is never cut or summarised.")] = None
@@ -124,7 +129,7 @@ class CountBody(Struct, kw_only=True, forbid_unknown_fields=True):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    output_config: Format = None
+    output_config: OutputConfig | None = None
     cache_control: Cached | None = None
     speed: Ignored = None
     chat_template_kwargs: TemplateVariables | None = None

@@ -140,4 +140,15 @@ async def generate(call: Call[Generate]) -> Response:
     return await exchange.stream() if body.stream else await exchange.respond()
 
 
-NATIVE = (Route("POST", "/generate", generate, "Generate", body=Generate, answer=GenerateAnswer | list[GenerateAnswer], streams=True),)
+NATIVE = (
+    Route(
+        "POST",
+        "/generate",
+        generate,
+        "Generate",
+        body=Generate,
+        answer=GenerateAnswer | list[GenerateAnswer],
+        streams=True,
+        events=GenerateAnswer,
+    ),
+)

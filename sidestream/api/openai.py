@@ -165,6 +165,8 @@ class Choice(msgspec.Struct, kw_only=True):
 
 
 class Chunk(msgspec.Struct, kw_only=True):
+    """Each route has its own."""
+
     id: str
     object: str
     created: int
@@ -233,7 +235,9 @@ class Exchange:
         """The whole answer as a body."""
         return safetensors_response(answer, self._packed.tensors) if self.asked.hidden_format == "safetensors" else json_response(answer)
 
-    async def stream(self, kind: str, choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], **first: Any) -> Response:
+    async def stream(
+        self, kind: type[Chunk], choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], **first: Any
+    ) -> Response:
         """The answer as events. `choices_of(index, part, first)` gives the choices that a part becomes, each a chunk of its own.
 
         `first` are fields of the first chunk. What is wrong with the request is raised here.
@@ -243,12 +247,11 @@ class Exchange:
         return EventStream(self._events(kind, choices_of, first), id=self._call.id)
 
     async def _events(
-        self, kind: str, choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], first: dict[str, Any]
+        self, kind: type[Chunk], choices_of: Callable[[int, Output, bool], Awaitable[Sequence[Choice]]], first: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         options = self._body.stream_options or StreamOptions()
         common: dict[str, Any] = {
             "id": self.id,
-            "object": kind,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
@@ -262,12 +265,12 @@ class Exchange:
                 latest[index] = part
                 usage = usage_of(tuple(latest.values()), self.reasoning_tokens) if options.continuous_usage_stats else nothing
                 yield b"".join(
-                    event(Chunk(choices=[choice], usage=usage, **common, **(first if not at else {}))) for at, choice in enumerate(choices)
+                    event(kind(choices=[choice], usage=usage, **common, **(first if not at else {}))) for at, choice in enumerate(choices)
                 )
                 first = {}
                 check_not_aborted(part)
         last = (
-            event(Chunk(choices=[], usage=usage_of(tuple(latest.values()), self.reasoning_tokens), **common))
+            event(kind(choices=[], usage=usage_of(tuple(latest.values()), self.reasoning_tokens), **common))
             if options.include_usage
             else b""
         )

@@ -31,6 +31,7 @@ from sidestream.api.response_shapes import (
 from sidestream.api.responses_body import STATELESS, ResponsesBody, conversation, reasoned, tool_use
 from sidestream.api.route import Call, Route
 from sidestream.api.sse import EventStream, event
+from sidestream.api.structured import format_fields
 from sidestream.errors import InvalidRequest
 from sidestream.output import Output
 
@@ -44,7 +45,8 @@ async def create_response(call: Call[ResponsesBody]) -> HTTPResponse:
         if getattr(body, name):
             raise InvalidRequest(name, "got true, must be false", hint=STATELESS)
     logprobs = "message.output_text.logprobs" in (body.include or ())
-    asked = asked_for(body, SYNONYMS, context=engine.context_length, logprobs=logprobs)
+    format = format_fields(body.text.format if body.text is not None else None, "text.format")
+    asked = asked_for(body, SYNONYMS, context=engine.context_length, logprobs=logprobs, more=format)
     dialogue = Dialogue(call.service, tool_use(body), reasoned(body))
     messages = conversation(body)
     ids = await encode_conversation(engine, messages, "input", dialogue.variables(checked_variables(body.chat_template_kwargs)))

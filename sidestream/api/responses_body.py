@@ -11,6 +11,7 @@ from sidestream.api.chat import EFFORT, Effort
 from sidestream.api.dialect import DialectBody, Ignored, assistant, call_of, text_parts, tool_result
 from sidestream.api.dialogue import Reasoned
 from sidestream.api.openai import MAX_TOKENS, TOP_LOGPROBS
+from sidestream.api.structured import TextFormat
 from sidestream.api.tools import MAX_TOOLS, Mode, Parallel, Parameters, Strict, ToolName, ToolUse
 from sidestream.errors import InvalidRequest
 from sidestream.text.tools.tool import Tool
@@ -65,12 +66,8 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
     flat_logprobs: Any = None
 
 
-class PlainFormat(Struct):
-    type: Annotated[Literal["text"], Meta(description="Structured output is not supported yet.")] = "text"
-
-
 class TextOptions(Struct, forbid_unknown_fields=True):
-    format: PlainFormat | None = None
+    format: Annotated[TextFormat, Meta(description="Which form the text has.")] | None = None
     verbosity: Annotated[Literal["medium"], Meta(description="The model has no such setting.")] | None = None
 
 

@@ -46,6 +46,34 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     whitespace_pattern: Annotated[None, NO_OTHER_WHITESPACE] = None
 
 
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """That of the Responses API."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: Annotated[dict[str, Any], Meta(description="A JSON Schema.")] | None = None
+    strict: Annotated[bool, CHECKED] | None = None
+
+
+class MessageFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """That of the Messages API."""
+
+    type: Literal["json_schema"]
+    schema: Annotated[dict[str, Any], Meta(description="A JSON Schema.")]
+
+
+def format_fields(format: TextFormat | MessageFormat | None, where: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """As `grammar_fields`, of a format at the field `where`."""
+    if format is None or format.type == "text":
+        return {}, {}
+    if format.type == "json_object":
+        return {"json_schema": JSON_OBJECT}, {"json_schema": where}
+    if format.schema is None:
+        raise InvalidRequest(f"{where}.schema", "got none, must be a JSON Schema")
+    return {"json_schema": format.schema}, {"json_schema": f"{where}.schema"}
+
+
 def grammar_fields(body: msgspec.Struct) -> tuple[dict[str, Any], dict[str, str]]:
     """What a body with these fields asks for, as fields of SamplingParams, and what it calls them. Raises InvalidRequest.
 

@@ -44,4 +44,4 @@ def test_every_field_and_event_of_the_page_exists() -> None:
 
 
 def _tags(union: Any) -> list[str]:
-    return [str(each.__struct_config__.tag) for each in union.__args__]
+    return [str(each.__struct_config__.tag) for each in getattr(union, "__args__", ())]
