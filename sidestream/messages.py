@@ -30,9 +30,10 @@ class Budget(NamedTuple):
 class Grammar(NamedTuple):
     """What the text of a request may be. Equal ones are compiled once."""
 
-    field: str  # of SamplingParams, for messages
-    source: str | None  # in the compiler's form; None: any text
-    budget: Budget | None = None  # of the reasoning before it
+    field: str  # of SamplingParams
+    source: str | tuple[str, ...] | None  # its value; None: any text
+    reasoning: Thinking | None = None  # behind which it begins
+    budget: Budget | None = None  # of the reasoning
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ def shown(value: object, limit: int = 80) -> str:
         text = repr(value)
     except ValueError:  # Python does not write integers of more than 4300 digits
         text = "an integer too long to write"
+    except RecursionError:
+        text = "a value nested too deeply to write"
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
@@ -179,7 +181,12 @@ def _bias(value: Any) -> dict[int, float]:
 
 def _json_text(value: Any) -> str:
     """Of an object, or as it is: its meaning is checked where it is used."""
-    return _text(value) if isinstance(value, str) else json.dumps(_object(value), ensure_ascii=False)
+    if isinstance(value, str):
+        return _text(value)
+    try:
+        return json.dumps(_object(value), ensure_ascii=False)
+    except (TypeError, RecursionError):
+        raise ValueError from None
 
 
 def _object(value: Any) -> dict[str, Any]:

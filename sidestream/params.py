@@ -195,7 +195,7 @@ class SamplingParams(_Declared):
             raise InvalidRequest(given[1], f"got one beside {given[0]}, must be at most one of {', '.join(GRAMMARS)}")
         for name in given:
             value = getattr(self, name)
-            size = sum(len(text.encode(errors="replace")) for text in ((value,) if isinstance(value, str) else value))
+            size = sum(len(text.encode(errors="surrogatepass")) for text in ((value,) if isinstance(value, str) else value))
             if size > MAX_GRAMMAR_BYTES:
                 raise InvalidRequest(name, f"got {size} bytes, must be at most {MAX_GRAMMAR_BYTES}")
         for pattern in self.stop_regex:

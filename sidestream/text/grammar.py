@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from sidestream.errors import InvalidRequest
 from sidestream.messages import Grammar
+from sidestream.text.grammar_source import source_of
 from sidestream.text.thinking import ThinkingBudget
 
 if TYPE_CHECKING:
@@ -27,6 +29,14 @@ MAX_SECONDS = 10.0  # for a grammar to be compiled; the limits below end it long
 MAX_COMPILED = 256  # grammars kept
 # llguidance's own limits are for grammars one trusts: its default fuel lets a hostile one take seconds to compile, and a step 20 ms.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
+EXPLANATIONS = (
+    (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced"),
+    (r"Unknown format: (.*)", r"format \1 cannot be enforced"),
+    (r"oneOf constraints are not supported.*", "oneOf cannot be enforced where a value may obey two of its schemas"),
+    (r"patternProperty regexes (.*) are not disjoint", r"patternProperties \1 cannot be enforced: a name may match both"),
+    (r"Resource '(.*)' is not present.*", r"$ref or $schema '\1' leads out of the schema, and nothing is fetched"),
+    (r"Pointer '(.*)' does not exist", r"$ref '#\1' leads nowhere"),
+)
 
 
 class Matcher(Protocol):
@@ -57,7 +67,7 @@ class LLConstraint:
     def check(self) -> None:
         """Raises InvalidRequest where a step went beyond the limits on what one may cost."""
         if self.matcher.is_error():
-            raise InvalidRequest(self._field, f"the grammar is too complex: {_first_line(self.matcher.get_error())}")
+            raise too_complex(self._field, self.matcher.get_error())
 
 
 class Compiled:
@@ -166,17 +176,22 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> Compiled:
         if grammar.source is None:
             return Compiled(grammar, None, self._tokenizer)
+        try:
+            source = source_of(grammar, self._tokenizer.special_tokens)
+            source.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(grammar.field, "got one half of a surrogate pair, which is no character, must be Unicode") from None
+        matcher = self._matcher(grammar, source)
+        _try_it(grammar.field, matcher)
+        return Compiled(grammar, matcher, self._tokenizer)
+
+    def _matcher(self, grammar: Grammar, source: str) -> LLMatcher:
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(self._ll(grammar), grammar.source, log_level=0, limits=_limits())
+        matcher = LLMatcher(self._ll(grammar), source, log_level=0, limits=_limits())
         if matcher.is_error():
-            raise InvalidRequest(grammar.field, f"the grammar cannot be used: {_first_line(matcher.get_error())}")
-        mask = matcher.compute_bitmask()
-        if not any(mask) or (matcher.is_stopped() and not matcher.is_accepting()):
-            raise InvalidRequest(grammar.field, "the grammar admits no text at all, must admit one")
-        if matcher.is_error():
-            raise InvalidRequest(grammar.field, f"the grammar is too complex: {_first_line(matcher.get_error())}")
-        return Compiled(grammar, matcher, self._tokenizer)
+            raise InvalidRequest(grammar.field, f"the grammar cannot be used: {explained(matcher.get_error())}")
+        return matcher
 
     def _ll(self, grammar: Grammar) -> LLTokenizer:
         """The vocabulary as llguidance wants it: half a second and 40 MB, so not before the first grammar."""
@@ -202,11 +217,35 @@ def too_slow(grammar: Grammar) -> InvalidRequest:
     return InvalidRequest(grammar.field, message, hint="Make it simpler.")
 
 
+def too_complex(field: str, message: str) -> InvalidRequest:
+    return InvalidRequest(field, f"the grammar is too complex: {explained(message)}")
+
+
+def _try_it(field: str, matcher: LLMatcher) -> None:
+    """The first mask, and the one behind what every text begins with. Raises InvalidRequest."""
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise too_complex(field, matcher.get_error())
+    if not any(mask) or (matcher.is_stopped() and not matcher.is_accepting()):
+        raise InvalidRequest(field, "the grammar admits no text at all, must admit one")
+    ahead = matcher.deep_copy()
+    if ahead.consume_tokens(ahead.compute_ff_tokens()) and not ahead.is_stopped():
+        ahead.compute_bitmask()
+    if ahead.is_error():
+        raise too_complex(field, ahead.get_error())
+
+
 def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(**LIMITS, verbose_errors=False)
 
 
-def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:500] or "it went beyond a limit"
+def explained(message: str) -> str:
+    """What the compiler says, in one line and by the keyword that it is about."""
+    lines = message.strip().splitlines() or ["it went beyond a limit"]
+    reason = next((line for line in lines[1:] if line.startswith("error:")), "")  # of a regular expression, below a drawing of it
+    text = f"{lines[0]} {reason}".strip()
+    for pattern, words in EXPLANATIONS:
+        text = re.sub(pattern, words, text)
+    return text[:500]

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from sidestream.errors import InvalidRequest
+from sidestream.text.json_schema import enforceable
 
 ANY_TEXT = "/(?s:.*)/"
 # Between two tokens of JSON: nothing, a space, or a new line and its indentation. Free whitespace lets a model write it for ever.
 WHITESPACE = r"(?: |\n[ \t]{0,20})?"
-OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False}  # lenient would ignore keywords that cannot be enforced
+# Lenient would ignore keywords that cannot be enforced. With \u a name could be written so that it is not known for what it is.
+OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "json_allowed_escapes": 'nrbtf\\"'}
 
 
 def literal(text: str, special: Mapping[str, int]) -> str:
@@ -30,9 +32,9 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def schema(value: Mapping[str, Any]) -> str:
-    """A JSON Schema in place."""
-    return "%json " + json.dumps({**value, "x-guidance": OPTIONS}, ensure_ascii=False)
+def schema(value: Mapping[str, Any], field: str = "schema") -> str:
+    """A JSON Schema in place. Raises InvalidRequest where it cannot be enforced."""
+    return "%json " + json.dumps({**enforceable(field, value), "x-guidance": OPTIONS}, ensure_ascii=False)
 
 
 def check_schema(field: str, value: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class _Rules:
             raise _wrong(f"got {where}.json_schema false, which admits nothing")
         value = {} if value is True else value
         check_schema(FIELD, value)
-        return schema(value)
+        return schema(value, FIELD)
 
     def _regex(self, format: Any, where: str, _: int) -> str:
         pattern: str = _member(format, "pattern", where, str)
