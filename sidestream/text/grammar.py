@@ -182,7 +182,7 @@ class Grammars:
         except UnicodeEncodeError:
             raise InvalidRequest(grammar.field, "got one half of a surrogate pair, which is no character, must be Unicode") from None
         matcher = self._matcher(grammar, source)
-        _try_it(grammar.field, matcher)
+        _try_it(grammar.field, matcher, self._ll(grammar))
         return Compiled(grammar, matcher, self._tokenizer)
 
     def _matcher(self, grammar: Grammar, source: str) -> LLMatcher:
@@ -221,15 +221,16 @@ def too_complex(field: str, message: str) -> InvalidRequest:
     return InvalidRequest(field, f"the grammar is too complex: {explained(message)}")
 
 
-def _try_it(field: str, matcher: LLMatcher) -> None:
+def _try_it(field: str, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
     """The first mask, and the one behind what every text begins with. Raises InvalidRequest."""
-    mask = matcher.compute_bitmask()
-    if matcher.is_error():
-        raise too_complex(field, matcher.get_error())
-    if not any(mask) or (matcher.is_stopped() and not matcher.is_accepting()):
+    mask, error = matcher.compute_bitmask(), matcher.get_error()
+    if "NoExtension" in error or not (error or any(mask)):
         raise InvalidRequest(field, "the grammar admits no text at all, must admit one")
+    if error:
+        raise too_complex(field, error)
     ahead = matcher.deep_copy()
-    if ahead.consume_tokens(ahead.compute_ff_tokens()) and not ahead.is_stopped():
+    tokens = tokenizer.tokenize_bytes(ahead.compute_ff_bytes())
+    if ahead.consume_tokens(tokens[: ahead.validate_tokens(tokens)]) and not ahead.is_stopped():
         ahead.compute_bitmask()
     if ahead.is_error():
         raise too_complex(field, ahead.get_error())

@@ -52,7 +52,8 @@ def json_grammar(field: str, schema: Any) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(field, f"got {json.dumps(schema)[:80]}, must be a JSON Schema, which is an object")
     check_schema(field, schema)
-    return LLMatcher.grammar_from_json_schema(enforceable(field, schema), overrides=OPTIONS)  # type: ignore[arg-type]
+    text = json.dumps(enforceable(field, schema))  # not as it is: the binding knows no integers of more than 64 bits
+    return LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)  # type: ignore[arg-type]
 
 
 def read_json(field: str, text: str) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from sidestream.errors import InvalidRequest
+from sidestream.options import shown
 from sidestream.text.json_alternatives import Alternatives
 from sidestream.text.json_end import has_end
 from sidestream.text.json_formats import BOUNDS, PATTERNS, WITHOUT_EFFECT
@@ -19,17 +20,19 @@ from sidestream.text.json_reference import DATA, parts
 
 MAX_DEPTH = 100  # of the JSON: the compiler's parser takes 128
 LARGEST = 2**63  # either sign: the compiler counts in 64 bits
+MAX_COUNT = 2**31 - 1  # of characters, items and properties
 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+HALF_PAIR = re.compile(r"[\ud800-\udfff]")
 UNWRITABLE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")  # only \uXXXX could write these characters
 
 
 def enforceable(field: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The same schema in words that are enforced exactly. Raises InvalidRequest, which names the keyword that cannot be."""
     try:
-        _check_depth(schema)
+        _check_values(schema)
         made: dict[str, Any] = _Walk(schema).node(schema)
         if not has_end(made):
             raise _Unenforceable("got a $ref to a schema that requires itself within itself, which no text of finite length obeys")
@@ -42,13 +45,24 @@ class _Unenforceable(ValueError):
     """Its message names the keyword."""
 
 
-def _check_depth(schema: Any) -> None:
+def _check_values(schema: Any) -> None:
+    """All of it, schema or not: the compiler is written in another language, whose JSON has other limits."""
     level, depth = [schema], 0
     while level:
         if depth > MAX_DEPTH:
             raise _Unenforceable(f"got a schema that is nested too deeply, must be at most {MAX_DEPTH} deep")
+        for value in level:
+            _check_value(value)
         depth += 1
         level = [each for value in level for each in _within(value)]
+
+
+def _check_value(value: Any) -> None:
+    if isinstance(value, (int, float)) and not -LARGEST <= value <= 2 * LARGEST:
+        raise _Unenforceable(f"got the number {shown(value)}, must be between -2**63 and 2**64")
+    for text in [value] if isinstance(value, str) else value if isinstance(value, Mapping) else ():
+        if HALF_PAIR.search(text):
+            raise _Unenforceable(f"got {shown(text)}, which has one half of a surrogate pair in it, must be Unicode")
 
 
 def _within(value: Any) -> Iterable[Any]:
@@ -82,9 +96,7 @@ class _Walk:
 
     def rewrite(self, schema: dict[str, Any]) -> None:
         _leave_out(schema)
-        for name in COUNTS:
-            if isinstance(schema.get(name), float) and schema[name].is_integer():
-                schema[name] = int(schema[name])
+        _rewrite_counts(schema)
         _check_texts(schema)
         _check_number_of_properties(schema)
         _check_bounds(schema)
@@ -113,6 +125,19 @@ def _leave_out(schema: dict[str, Any]) -> None:
         value = schema.get(name)
         if isinstance(value, Mapping) and all(each in ([], {}, True) for each in value.values()):
             del schema[name]
+
+
+def _rewrite_counts(schema: dict[str, Any]) -> None:
+    for name in COUNTS:
+        value = schema.get(name)
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if value > MAX_COUNT and name.startswith("min"):
+            raise _Unenforceable(f"got {name} {value}, must be at most {MAX_COUNT}")
+        if value > MAX_COUNT:  # no text is so long
+            del schema[name]
+        elif isinstance(value, float) and value.is_integer():
+            schema[name] = int(value)
 
 
 def _check_texts(schema: Mapping[str, Any]) -> None:
@@ -146,7 +171,7 @@ def _check_number_of_properties(schema: Mapping[str, Any]) -> None:
 
 def _check_bounds(schema: Mapping[str, Any]) -> None:
     for name, value in _bounds(schema):
-        if not math.isfinite(value) or abs(value) > LARGEST:
+        if abs(value) > LARGEST:
             raise _Unenforceable(f"got {name} {value}, must be between -2**63 and 2**63")
         if isinstance(value, int) and int(float(value)) != value and (name, value) != ("maximum", LARGEST - 1):
             raise _Unenforceable(f"got {name} {value}, must be a number that 64-bit floating point holds exactly")
