@@ -29,6 +29,7 @@ MAX_SECONDS = 10.0  # for a grammar to be compiled; the limits below end it long
 MAX_COMPILED = 256  # grammars kept
 # llguidance's own limits are for grammars one trusts: its default fuel lets a hostile one take seconds to compile, and a step 20 ms.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
+MAX_EXPLANATION = 400  # characters of the compiler's, which quotes all of a pattern
 EXPLANATIONS = (
     (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced"),
     (r"Unknown format: (.*)", r"format \1 cannot be enforced"),
@@ -246,7 +247,8 @@ def explained(message: str) -> str:
     """What the compiler says, in one line and by the keyword that it is about."""
     lines = message.strip().splitlines() or ["it went beyond a limit"]
     reason = next((line for line in lines[1:] if line.startswith("error:")), "")  # of a regular expression, below a drawing of it
-    text = f"{lines[0]} {reason}".strip()
+    first = lines[0] if len(lines[0]) <= MAX_EXPLANATION else f"{lines[0][:MAX_EXPLANATION]}..."
+    text = f"{first} {reason}".strip()
     for pattern, words in EXPLANATIONS:
         text = re.sub(pattern, words, text)
-    return text[:500]
+    return text

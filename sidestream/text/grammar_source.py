@@ -9,6 +9,7 @@ from typing import Any
 
 from sidestream.errors import InvalidRequest
 from sidestream.messages import Budget, Grammar, Thinking
+from sidestream.options import shown
 from sidestream.params import SamplingParams
 from sidestream.text import structural_tag
 from sidestream.text.json_schema import enforceable
@@ -81,6 +82,9 @@ def _regex(pattern: str, _: Mapping[str, int]) -> str:
 
 def _choice(texts: Sequence[str], special: Mapping[str, int]) -> str:
     """As one regular expression: of some thousand alternatives of a grammar the parser would follow each."""
+    for token in special:  # which the compiler would write in place of the characters
+        if (found := next((text for text in texts if token in text), None)) is not None:
+            raise InvalidRequest("choice", f"got {shown(found)}, which has the special token {token!r} in it, must be without")
     return _regex("|".join(re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text) for text in texts), special)
 
 
