@@ -36,9 +36,8 @@ def test_fifty_schemas(benchmark: Any, default_model: Path) -> None:
 
 
 def answer(text: str, reason: str = "stop") -> Output:
-    return Output(
-        text=text, token_ids=[1], finish_reason=reason, matched_stop=None, prompt_tokens=1, completion_tokens=1, cached_tokens=0, rid="a", index=0
-    )  # fmt: skip
+    counts = {"prompt_tokens": 1, "completion_tokens": 1, "cached_tokens": 0}
+    return Output(text=text, token_ids=[1], finish_reason=reason, matched_stop=None, rid="a", index=0, **counts)
 
 
 def test_what_is_wrong_is_found(benchmark: Any) -> None:
