@@ -311,7 +311,7 @@ def test_a_model_without_tools_says_so(serve: Any, server: Any, tool_model: Path
     assert error["param"] == "tool_choice" and "--tool-call-parser NAME" in error["message"]
     mistral = serve("--tool-call-parser", "mistral", model=tool_model)
     text = '[TOOL_CALLS][{"name": "look", "arguments": {"sunny": true}}]'
-    answer = mistral.post("/v1/chat/completions", {**asked, "max_tokens": 200, "choice": [text]}).json()
+    answer = mistral.post("/v1/chat/completions", {**asked, "max_tokens": 200, "choice": [text], **FORCED}).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "look" and len(call["id"]) == 9
 
