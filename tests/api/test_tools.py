@@ -267,6 +267,11 @@ def function(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
         ({"tool_choice": "required", "regex": "a"}, "tool_choice", "beside regex"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "beside response_format"),
         ({"tool_choice": "required", "tools": [function("f", {"not": {}})]}, "tool_choice", '"not"'),
+        (
+            {"tool_choice": "required", "tools": [function("f", {"properties": {"a": {"type": "number", "minimum": 2**80}}})]},
+            "tools.0.function.parameters",
+            "must be between",
+        ),
         ({"tools": [function("f", {"properties": {"a": {"type": "text"}}})]}, "tools.0.function.parameters.properties.a", "JSON Schema"),
         ({"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 300_000}}]}, "tools", "at most 262144"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'"),

@@ -13,8 +13,8 @@ Special = Mapping[str, int]  # ids of special tokens, by their texts
 
 
 def parameters_of(tool: Tool, *, free: bool) -> str:
-    """A tool's parameters in Lark; `free`: those of a tool that is not strict are any object."""
-    return schema({"type": "object", **({} if free and not tool.strict else tool.schema)})
+    """A tool's parameters in Lark; `free`: those of a tool that is not strict are any object. Raises InvalidRequest."""
+    return schema({"type": "object", **({} if free and not tool.strict else tool.schema)}, tool.where)
 
 
 def object_of(tools: Sequence[Tool], arguments: str, *, free: bool) -> str:

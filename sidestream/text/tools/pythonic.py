@@ -183,7 +183,8 @@ def _rules_of(tool: Tool, rule: str, *, free: bool) -> Iterator[str]:
     for place, (name, value) in enumerate(properties.items()):
         one, after, other = f"{rule}_{place}_value", f"{rule}_{place + 1}_more", f"{rule}_{place + 1}"
         more = f"{quoted(', ')} {one}"
-        yield f"{one}: {quoted(name + '=')} {schema({**value, **shared} if isinstance(value, Mapping) else {})}"
+        whole = {**value, **shared} if isinstance(value, Mapping) else {}
+        yield f"{one}: {quoted(name + '=')} {schema(whole, f'{tool.where}.properties.{name}')}"
         yield f"{rule}_{place}: {one} {after}{'' if name in required else f' | {other}'}"
         yield f"{rule}_{place}_more: {more if name in required else f'({more})?'} {after}"
     yield f'{rule}_{len(properties)}: ""'
