@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sidestream.errors import InvalidRequest
+from sidestream.options import shown
 
-SECONDS = 0.05  # for one search: some expressions take exponential time
+SECONDS = 0.02  # for one search: some expressions take exponential time
+FAST, ALL_SECONDS = 0.002, 0.5  # what is not counted of a step's searches, and what all steps of a request may take beyond it
+
+# `(?:a{1000}){1000}` is a million characters once it is compiled, and one more step of that kind no machine's memory.
+MAX_REPETITIONS = 10_000  # all counts in braces, multiplied
+REPETITION = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
 class RegexMatch(NamedTuple):
@@ -26,6 +35,7 @@ class RegexScanner:
         self._text = ""
         self._start = 0  # of the next search: no match begins before it that was not there already
         self._failed = False
+        self._left = ALL_SECONDS
         self.showable = 0
 
     def feed(self, text: str) -> RegexMatch | None:
@@ -37,8 +47,12 @@ class RegexScanner:
         if not text or self._failed:
             return None
         try:
+            started = time.perf_counter()
             found = self._search(partial=False)
             begun = self._search(partial=True)
+            self._left -= max(time.perf_counter() - started - FAST, 0)
+            if self._left < 0:
+                raise TimeoutError
         except TimeoutError:
             self._failed = True
             raise
@@ -57,7 +71,7 @@ class RegexScanner:
 
 
 def too_slow(patterns: Sequence[str]) -> InvalidRequest:
-    message = f"got {patterns[0]!r}, which takes more than {SECONDS:g} s to match the answer, must take less"
+    message = f"got {patterns[0]!r}, which takes more than {SECONDS:g} s to match the answer, or {ALL_SECONDS:g} s in all, must take less"
     return InvalidRequest("stop_regex", message, hint="Nested repetitions such as (a+)+ take exponential time.")
 
 
@@ -65,6 +79,10 @@ def compiled(pattern: str) -> Any:
     """Raises InvalidRequest for one that is wrong, or matches the empty text, which every text has in it."""
     import regex
 
+    counts = (max((int(count) for count in found.groups() if count), default=1) for found in REPETITION.finditer(pattern))
+    if (repetitions := math.prod(max(count, 1) for count in counts)) > MAX_REPETITIONS:
+        got = f"got {pattern!r}, in which the counts of repetitions multiply to {shown(repetitions)}"
+        raise InvalidRequest("stop_regex", f"{got}, must be at most {MAX_REPETITIONS}")
     try:
         expression = regex.compile(pattern)
         empty = expression.search("", timeout=SECONDS)
