@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / "docs" / "python.md"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/structured.md"])
 def test_the_code_of_a_page_runs(page: str, default_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`print(...)  # text` prints that text, spaces around it aside."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
