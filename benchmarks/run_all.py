@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 BENCHMARKS = {
     "host.py": [],
     "overlap.py": [],
+    "structured.py": [],
     "offline.py": ["--outputs", "--transformers"],
     "copies.py": ["--picture", str(PAGE.parent / "images" / "copies.png")],
 }
