@@ -230,7 +230,6 @@ class EngineLoop:
 
     def fill_masks(self, batch: Batch) -> Masks:
         """Packed grammar masks of the sampled rows; all ones where a row has no grammar. [sampled, ceil(vocabulary/32)]."""
-        started = time.perf_counter()
         masks = np.full((len(batch.sampled), self._mask_words), 0xFFFFFFFF, np.uint32)
         rows = {row: request for row, span in enumerate(batch.sampled) if _is_constrained(request := batch.requests[span])}
         self._foresee(list(rows.values()))
@@ -239,11 +238,11 @@ class EngineLoop:
                 _admit_only(known[0], masks[row])
             elif request.next_mask is not None:  # else its grammar failed: the request ends with this step, sampled like one without
                 masks[row] = request.next_mask
-        self.seconds["mask"] += time.perf_counter() - started
         return masks
 
     def _foresee(self, requests: Sequence[Request]) -> None:
         """Find the mask of each request's next token that is not known. Where it leaves no choice the token is known, too."""
+        started = time.perf_counter()
         asked = [request for request in requests if request.next_mask is None and not request.ahead_completes]
         masks = np.empty((len(asked), self._mask_words), np.uint32)
         constraints = {row: request.constraint for row, request in enumerate(asked) if request.constraint is not None}
@@ -256,6 +255,7 @@ class EngineLoop:
                 self._look_ahead(request, request.next_mask)
             if following := request.to_append():
                 request.append(following)
+        self.seconds["mask"] += time.perf_counter() - started
 
     def _look_ahead(self, request: Request, mask: npt.NDArray[np.uint32]) -> None:
         """Take the tokens that the grammar leaves no choice of, and find the mask of the one behind them."""
@@ -294,11 +294,11 @@ class EngineLoop:
                 self._take(request, token, appended, rows, span, step)
             self.scheduler.step_processed(request)
         self._emit(step)
-        if batch.has_constraint and not self.overlap:  # else a step is under way already that samples the next token
-            self._foresee([request for request in batch.requests if _is_constrained(request)])
         self.totals["generation_tokens"] += len(step.tokens)
         now = time.perf_counter()
         self.seconds["process"] += now - started
+        if batch.has_constraint and not self.overlap:  # else a step is under way already that samples the next token
+            self._foresee([request for request in batch.requests if _is_constrained(request)])
         if now - self._reported >= REPORT_SECONDS or not self.requests:
             self._report(now)
 
