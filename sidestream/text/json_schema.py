@@ -22,6 +22,8 @@ MAX_DEPTH = 100  # of the JSON: the compiler's parser takes 128
 LARGEST = 2**63  # either sign: the compiler counts in 64 bits
 MAX_COUNT = 2**31 - 1  # of characters, items and properties
 
+MAX_PARTS_WITH_BOUNDS = 20_000  # compared: some tenths of a second
+
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # hold schemas by name
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 BOUND_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -77,6 +79,7 @@ class _Walk:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self.root = root
         self.alternatives = Alternatives(root)
+        self.left = MAX_PARTS_WITH_BOUNDS
 
     def node(self, schema: Any) -> Any:
         if isinstance(schema, list):
@@ -100,11 +103,27 @@ class _Walk:
         _check_texts(schema)
         _check_number_of_properties(schema)
         _check_bounds(schema)
-        _check_interval(self.root, schema)
+        self.check_interval(schema)
         _rewrite_format(schema)
         choices = schema.get("oneOf")
         if isinstance(choices, list) and "anyOf" not in schema and self.alternatives.exclude_each_other(choices):
             schema["anyOf"] = schema.pop("oneOf")
+
+    def check_interval(self, schema: Mapping[str, Any]) -> None:
+        """Of the numbers above 0 and up to 0.5 the compiler would admit 0, too: the excluded number is the whole part of the other."""
+        if not _bounds(schema) or schema.get("type") == "integer":
+            return
+        together = list(parts(self.root, schema, alternatives=True))
+        self.left -= len(together)
+        if self.left < 0:
+            raise _Unenforceable(f"got {_bounds(schema)[0][0]} in more places than can be compared, must be in fewer")
+        bounds = [bound for part in together for bound in _bounds(part)]
+        for name, value in bounds:
+            if not name.startswith("exclusive") or value != math.trunc(value):
+                continue
+            for other, limit in bounds:
+                if other[-7:] != name[-7:] and math.trunc(limit) == value != limit:
+                    raise _Unenforceable(f"got {name} {value} beside {other} {limit}, which cannot be enforced together")
 
 
 def _leave_out(schema: dict[str, Any]) -> None:
@@ -175,18 +194,6 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
             raise _Unenforceable(f"got {name} {value}, must be between -2**63 and 2**63")
         if isinstance(value, int) and int(float(value)) != value and (name, value) != ("maximum", LARGEST - 1):
             raise _Unenforceable(f"got {name} {value}, must be a number that 64-bit floating point holds exactly")
-
-
-def _check_interval(root: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
-    """Of the numbers above 0 and up to 0.5 the compiler would admit 0, too: the excluded number is the whole part of the other."""
-    if not _bounds(schema) or schema.get("type") == "integer":
-        return
-    bounds = [bound for part in parts(root, schema, alternatives=True) for bound in _bounds(part)]
-    excluded = [(name, value) for name, value in bounds if name.startswith("exclusive") and value == math.trunc(value)]
-    for name, value in excluded:
-        for other, limit in bounds:
-            if other[-7:] != name[-7:] and math.trunc(limit) == value != limit:
-                raise _Unenforceable(f"got {name} {value} beside {other} {limit}, which cannot be enforced together")
 
 
 def _bounds(schema: Mapping[str, Any]) -> list[tuple[str, float]]:

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,19 @@ def test_a_schema_that_only_endless_texts_obey(schema: Any) -> None:
 )
 def test_a_schema_that_may_end(schema: Any) -> None:
     assert has_end(schema)
+
+
+def test_schemas_that_would_take_long_to_look_at() -> None:
+    """In the worst case a few tenths of a second."""
+    with pytest.raises(InvalidRequest, match="minimum in more places than can be compared"):
+        enforceable("json_schema", {"anyOf": [{"minimum": 0, "anyOf": [{"$ref": "#"}]} for _ in range(3000)] + [{"type": "null"}]})
+    places = list(range(6000))
+    random.Random(1).shuffle(places)
+    chain = {f"r{place}": {"$ref": f"#/$defs/r{after}"} for place, after in pairwise(places)}
+    enforceable("json_schema", {"$ref": f"#/$defs/r{places[0]}", "$defs": dict(sorted(chain.items())) | {f"r{places[-1]}": True}})
+    same = {"type": "object", "required": list("abcdefgh"), "properties": {name: {"$ref": "#"} for name in "abcdefgh"}}
+    made = enforceable("json_schema", {"anyOf": [{"type": "null"}, {"oneOf": [same] * 130}]})
+    assert "oneOf" in made["anyOf"][1], "not shown to exclude one another"
 
 
 def test_depth() -> None:
