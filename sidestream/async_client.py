@@ -156,6 +156,8 @@ class AsyncEngine:
                 await self._process.wait()
         if self._receiving is not None:
             await asyncio.wait((self._receiving,))
+        if self._frontend is not None:
+            await asyncio.to_thread(self._frontend.grammars.close)
         self._channel.close()
 
     async def __aenter__(self) -> AsyncEngine:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from sidestream.messages import Grammar, Thinking
 from sidestream.params import SamplingParams
 from sidestream.text.chat_template import ChatTemplate
-from sidestream.text.grammar import Grammars
+from sidestream.text.grammar import GrammarCache
+from sidestream.text.grammar_guard import GrammarGuard
 from sidestream.text.grammar_source import grammar_of
 from sidestream.text.reasoning import ReasoningFormat, reasoning_of
 from sidestream.text.tokenizer import Tokenizer, TokenizerState
@@ -53,7 +54,7 @@ class Frontend:
     facts: Facts
     tokenizer: Tokenizer
     chat_template: ChatTemplate
-    grammars: Grammars
+    grammars: GrammarCache[Any]
     reasoning: ReasoningFormat | None  # how the model reasons, if it does
 
     def grammars_of(self, samplings: Sequence[SamplingParams], prompts: Sequence[Sequence[int]]) -> list[Grammar | None]:
@@ -90,7 +91,8 @@ class Frontend:
     def from_state(cls, state: FrontendState) -> Frontend:
         tokenizer = Tokenizer.from_state(state.tokenizer)
         template = template_of(state.chat_template, tokenizer, state.facts.name)
-        return cls(state.facts, tokenizer, template, Grammars(tokenizer, state.facts.vocab_size), reasoning_of(template.source))
+        guard = GrammarGuard(state.tokenizer, state.facts.vocab_size)  # the engine's process compiles what it lets pass
+        return cls(state.facts, tokenizer, template, GrammarCache(guard.check, guard.close), reasoning_of(template.source))
 
 
 def template_of(source: str | None, tokenizer: Tokenizer, model: str) -> ChatTemplate:

@@ -15,6 +15,7 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache, reduce
 from operator import or_
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -224,6 +225,16 @@ def _read_boolean_or_last(text: str) -> bool | str:
     return text if text == "last" else _read_boolean(text)
 
 
+def _read_json(text: str) -> str:
+    """As it is, or what the file has that is named behind an @."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError from error
+
+
 def _joined(parts: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     return tuple(item for part in parts for item in part)
 
@@ -245,7 +256,7 @@ KINDS: dict[Any, Kind] = {
     str: Kind(_text, str, "a text that is not empty", "TEXT"),
     Sequence[int]: Kind(_integers, _read_integers, "a list of integers", "N,N", _joined),
     Sequence[str]: Kind(_texts, lambda text: (text,), "a text or a list of texts, none of them empty", "TEXT", _joined),
-    str | Mapping[str, Any]: Kind(_json_text, str, "a JSON object, or the text of one", "JSON"),
+    str | Mapping[str, Any]: Kind(_json_text, _read_json, "a JSON object, the text of one (@FILE as a flag), or a Pydantic model", "JSON"),
     Mapping[int, float]: Kind(_bias, _read_bias, "a mapping from token id to a finite number, each id once,", "ID=X,ID=X", _merged),
     bool | Literal["last"]: Kind(_boolean_or_last, _read_boolean_or_last, 'true, false or "last"', "last"),
 }

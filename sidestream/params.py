@@ -135,7 +135,7 @@ class SamplingParams(_Declared):
     ] = None
     regex: Annotated[str | None, Option("The whole text matches this regular expression (Rust's syntax).")] = None
     ebnf: Annotated[str | None, Option("The text is what this grammar produces: GBNF (root ::= ...) or Lark (start: ...).")] = None
-    choice: Annotated[Sequence[str], Option("The text is one of these. May be repeated.", max_items=MAX_CHOICES)] = ()
+    choice: Annotated[Sequence[str] | None, Option("The text is one of these.", max_items=MAX_CHOICES)] = None
     structural_tag: Annotated[
         str | Mapping[str, Any] | None,
         Option("Free text in which what stands between a tag's begin and its end is JSON that the tag's schema admits."),
@@ -190,6 +190,8 @@ class SamplingParams(_Declared):
 
     def _check_grammar(self) -> None:
         """At most one, of a size that is compiled soon. What it says is checked by `text.grammar`. Raises InvalidRequest."""
+        if self.choice == ():
+            raise InvalidRequest("choice", "got an empty list, must have at least one text")
         given = [name for name in GRAMMARS if getattr(self, name)]
         if len(given) > 1:
             raise InvalidRequest(given[1], f"got one beside {given[0]}, must be at most one of {', '.join(GRAMMARS)}")

@@ -45,7 +45,7 @@ def test_sampling_defaults():
         "json_schema": None,
         "regex": None,
         "ebnf": None,
-        "choice": (),
+        "choice": None,
         "structural_tag": None,
         "require_reasoning": False,
         "max_thinking_tokens": None,
@@ -53,6 +53,10 @@ def test_sampling_defaults():
         "seed": None,
         "skip_special_tokens": True,
     }
+
+
+def test_a_choice_of_nothing_is_refused():
+    assert refusal(SamplingParams, choice=[]).param == "choice"
 
 
 def test_values_are_normalised():

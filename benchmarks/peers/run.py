@@ -55,11 +55,16 @@ ROWS = (
 
 def stop(process: subprocess.Popen[str]) -> None:
     """Stop the process and its children until their turn comes: some wait for work by spinning, which would slow whoever has the turn."""
-    os.killpg(process.pid, signal.SIGSTOP)
+    _signal(process, signal.SIGSTOP)
 
 
 def resume(process: subprocess.Popen[str]) -> None:
-    os.killpg(process.pid, signal.SIGCONT)
+    _signal(process, signal.SIGCONT)
+
+
+def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):  # it has ended: whoever reads from it will see
+        os.killpg(process.pid, number)
 
 
 @contextmanager
@@ -117,8 +122,7 @@ class Driver:
     def close(self) -> None:
         """The engine ends with its driver's standard input."""
         assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(ProcessLookupError):
-            resume(self.process)
+        resume(self.process)
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         try:

@@ -82,8 +82,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):
-            resume(self.process)
+        resume(self.process)
         self.process.terminate()
         try:
             self.process.wait(30)

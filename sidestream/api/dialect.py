@@ -25,6 +25,7 @@ from sidestream.api.openai import MAX_RID, Asked, check_room, one_of
 from sidestream.api.route import Call
 from sidestream.api.shapes import flat_logprobs
 from sidestream.api.sse import json_response
+from sidestream.api.structured import check_alone
 from sidestream.async_client import LONG_TEXT, AsyncEngine
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
@@ -65,6 +66,7 @@ def asked_for(
     fields that it has elsewhere, and where. Raises InvalidRequest.
     """
     values, places = more
+    check_alone(body, places)
     for ours, value in values.items():
         if getattr(body, ours) not in (None, value):
             raise InvalidRequest(ours, f"got {shown(getattr(body, ours))} beside {places[ours]}={shown(value)}, must be the same")

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from sidestream.errors import InvalidRequest
 from sidestream.options import shown
+from sidestream.params import GRAMMARS
 
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -74,6 +75,14 @@ def format_fields(format: TextFormat | MessageFormat | None, where: str) -> tupl
     return {"json_schema": format.schema}, {"json_schema": f"{where}.schema"}
 
 
+def check_alone(body: msgspec.Struct, names: Mapping[str, str]) -> None:
+    """One grammar beside another of our own fields, whose names the client knows as they are. Raises InvalidRequest."""
+    for asked, name in names.items():
+        for field in GRAMMARS:
+            if asked in GRAMMARS and field != asked and getattr(body, field, None) is not None:
+                raise InvalidRequest(field, f"got one beside {name}, must be at most one of the two")
+
+
 def grammar_fields(body: msgspec.Struct) -> tuple[dict[str, Any], dict[str, str]]:
     """What a body with these fields asks for, as fields of SamplingParams, and what it calls them. Raises InvalidRequest.
 
@@ -89,6 +98,7 @@ def grammar_fields(body: msgspec.Struct) -> tuple[dict[str, Any], dict[str, str]
         if given not in (None, [], value):
             raise InvalidRequest(name, f"got {shown(value)} beside {names.get(field, field)}={shown(given)}, must be the same")
         values[field], names[field] = value, name
+    check_alone(body, names)
     return values, names
 
 

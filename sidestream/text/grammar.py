@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDone
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,13 +24,19 @@ if TYPE_CHECKING:
     from sidestream.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.uint32]
+T = TypeVar("T")
 
-MAX_SECONDS = 10.0  # for a grammar to be compiled; the limits below end it long before
+MAX_SECONDS = 30.0  # for a grammar to be compiled, behind those that came before it
 MAX_COMPILED = 256  # grammars kept
 # llguidance's own limits are for grammars one trusts: its default fuel lets a hostile one take seconds to compile, and a step 20 ms.
 LIMITS: dict[str, Any] = {"initial_lexer_fuel": 500_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_lexer_states": 100_000}
 MAX_EXPLANATION = 400  # characters of the compiler's, which quotes all of a pattern
 EXPLANATIONS = (
+    (r"^at \d+\(\d+\): invalid regex \".*?\" \(in regex\): (regex parse error: )?", "it is no regular expression: "),
+    (r"lookarounds not supported yet; \w+ in regex", "look-around and word boundaries cannot be enforced"),
+    (r"Current row has (\d+) items; max is (\d+).*", r"\1 ways to go on at one place, must be at most \2"),
+    (r"Too many items \(limit (\d+).*", r"it has no end, or more than \1 ways to go on"),
+    (r"too many states: (\d+).*", r"more than \1 states"),
     (r"Unimplemented keys: \[(.*)\]", r"\1 cannot be enforced"),
     (r"Unknown format: (.*)", r"format \1 cannot be enforced"),
     (r"oneOf constraints are not supported.*", "oneOf cannot be enforced where a value may obey two of its schemas"),
@@ -87,40 +93,51 @@ class Compiled:
         return inner
 
 
-class Grammars:
-    """Compiles grammars in a thread of its own and keeps them by content. Safe to use from several threads.
+class GrammarCache(Generic[T]):
+    """What was made of grammars, in a thread of its own, kept by content. Safe to use from several threads.
+
+    `make` raises InvalidRequest for a grammar that is wrong, too large, or admits nothing.
+    """
+
+    def __init__(self, make: Callable[[Grammar], T], close: Callable[[], None] = lambda: None) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: OrderedDict[Grammar, Future[T]] = OrderedDict()
+        self._pool: ThreadPoolExecutor | None = None
+        self.close = close
+
+    def compile(self, grammar: Grammar) -> Future[T]:
+        with self._lock:
+            found = self._made.get(grammar)
+            if found is None:
+                self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="sidestream-grammar")
+                found = self._made[grammar] = self._pool.submit(self._make, grammar)
+                while len(self._made) > MAX_COMPILED:
+                    self._made.popitem(last=False)
+            self._made.move_to_end(grammar)
+            return found
+
+    def check(self, grammar: Grammar) -> None:
+        """Wait until it is made. Raises InvalidRequest."""
+        try:
+            self.compile(grammar).result(MAX_SECONDS)
+        except NotDone:
+            raise too_slow(grammar) from None
+
+
+class Grammars(GrammarCache[Compiled]):
+    """Compiles grammars, and fills the masks of the requests that have them.
 
     vocab_size: of the model, which may have more rows than the tokenizer has tokens. threads: that fill the masks of one step.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, *, threads: int = 1) -> None:
+        super().__init__(self.compiled)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._threads = threads
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, Future[Compiled]] = OrderedDict()
-        self._pool: ThreadPoolExecutor | None = None
         self._ll_tokenizer: LLTokenizer | None = None
         self._executor: LLExecutor | None = None
-
-    def compile(self, grammar: Grammar) -> Future[Compiled]:
-        """Its result raises InvalidRequest for a grammar that is wrong, too large, or admits nothing."""
-        with self._lock:
-            found = self._compiled.get(grammar)
-            if found is None:
-                self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="sidestream-grammar")
-                found = self._compiled[grammar] = self._pool.submit(self._compile, grammar)
-                while len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return found
-
-    def check(self, grammar: Grammar) -> None:
-        """Wait until it is compiled. Raises InvalidRequest."""
-        try:
-            self.compile(grammar).result(MAX_SECONDS)
-        except NotDone:
-            raise too_slow(grammar) from None
 
     def constraint(self, grammar: Grammar) -> Future[Matcher]:
         """Of one request, as soon as the grammar is compiled."""
@@ -172,9 +189,8 @@ class Grammars:
             self._executor = LLExecutor(num_threads=self._threads)
         return self._executor
 
-    # In the compiling thread
-
-    def _compile(self, grammar: Grammar) -> Compiled:
+    def compiled(self, grammar: Grammar) -> Compiled:
+        """Now, in this thread."""
         if grammar.source is None:
             return Compiled(grammar, None, self._tokenizer)
         try:
@@ -214,7 +230,7 @@ class Grammars:
 
 
 def too_slow(grammar: Grammar) -> InvalidRequest:
-    message = f"the grammar took more than {MAX_SECONDS:g} s to compile, must take less"
+    message = f"the grammar was not compiled within {MAX_SECONDS:g} s, must be sooner"
     return InvalidRequest(grammar.field, message, hint="Make it simpler.")
 
 

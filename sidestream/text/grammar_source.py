@@ -13,7 +13,7 @@ from sidestream.options import shown
 from sidestream.params import SamplingParams
 from sidestream.text import structural_tag
 from sidestream.text.json_schema import enforceable
-from sidestream.text.lark import OPTIONS, check_schema, literal, schema
+from sidestream.text.lark import OPTIONS, check_schema, lark_regex, literal, schema
 
 HAS_START = re.compile(r"^[ \t]*\??start\b[^:\n]*:(?![:=])", re.MULTILINE)  # the rule that only Lark's grammars begin with
 INLINE_SCHEMA = re.compile(r"%json\s*(?=\{)")
@@ -75,9 +75,7 @@ def _json_schema(text: str, _: Mapping[str, int]) -> str:
 
 
 def _regex(pattern: str, _: Mapping[str, int]) -> str:
-    from llguidance import LLMatcher
-
-    return LLMatcher.grammar_from_regex(pattern)
+    return wrapped(f"start: {lark_regex(pattern)}")
 
 
 def _choice(texts: Sequence[str], special: Mapping[str, int]) -> str:

@@ -28,6 +28,13 @@ def literal(text: str, special: Mapping[str, int]) -> str:
     return " ".join(f"<[{special[piece]}]>" if piece in special else quoted(piece) for piece in pieces if piece)
 
 
+def lark_regex(pattern: str) -> str:
+    """A regular expression in place. `\\d` is a digit from 0 to 9, as in the patterns of JSON Schema: models write others, too."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern, 'd')}/"
+
+
 def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 

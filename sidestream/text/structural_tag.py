@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sidestream.errors import InvalidRequest
-from sidestream.text.lark import ANY_TEXT, check_schema, literal, schema
+from sidestream.text.lark import ANY_TEXT, check_schema, lark_regex, literal, schema
 
 FIELD = "structural_tag"
 MAX_DEPTH = 16  # of formats in formats
@@ -84,7 +84,7 @@ class _Rules:
 
     def _regex(self, format: Any, where: str, _: int) -> str:
         pattern: str = _member(format, "pattern", where, str)
-        return "/" + pattern.replace("/", "\\/").replace("\n", "\\n") + "/"
+        return lark_regex(pattern)
 
     def _sequence(self, format: Any, where: str, depth: int) -> str:
         parts = enumerate(_list(format, "elements", where))

@@ -113,6 +113,8 @@ def test_a_json_object(server: Any, path: str) -> None:
 DEEP = 5_000
 LARGE = "x" * 300_000
 HOSTILE: list[dict[str, Any]] = [
+    {"json_schema": {"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 7919}]}},  # 79 million states
+    {"choice": []},
     {"regex": "(a{1000}){1000}"},
     {"regex": "(?:a?){5000}a{5000}"},
     {"regex": "(" * DEEP},
