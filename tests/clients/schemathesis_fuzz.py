@@ -18,7 +18,7 @@ ST = str(Path(sys.executable).parent / "st")
 LEFT_OUT = ("/update_weights_from_disk",)
 # A good body may be refused: its model is not there, two of its fields exclude each other, it is longer than the context.
 UNCHECKED = "positive_data_acceptance"
-SECONDS = int(os.environ.get("SIDESTREAM_TEST_FUZZ_SECONDS", "40"))  # at most, for all
+SECONDS = int(os.environ.get("SIDESTREAM_TEST_FUZZ_SECONDS", "25"))  # at most, for all
 EXAMPLES = 5 if SECONDS <= 60 else 30  # of each route
 
 
