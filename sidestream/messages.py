@@ -69,14 +69,14 @@ class Stop(NamedTuple):
     """End the loop: requests still open are aborted."""
 
 
-class Compiled(NamedTuple):
+class GrammarReady(NamedTuple):
     """From the engine's own compiler of grammars: the one of the request `key` is ready, or wrong. Crosses no process boundary."""
 
     key: int
     done: Future[Any]
 
 
-Inbound = Submit | Abort | Ask | Stop | Compiled
+Inbound = Submit | Abort | Ask | Stop | GrammarReady
 
 
 class LogprobRows(NamedTuple):

@@ -65,9 +65,6 @@ def prepare(
         for pattern in sampling.stop_regex:
             compiled(pattern)
     grammars = frontend.grammars_of(samplings, ids)
-    for grammar in set(grammars):
-        if grammar is not None:
-            frontend.grammars.check(grammar)
     asked = zip(ids, samplings, rids, outputs_per_prompt(outputs, count), grammars, strict=True)
     for tokens, sampling, name, wanted, grammar in asked:
         sampling.check(vocab_size=facts.vocab_size, eos_token_ids=facts.eos_token_ids)
@@ -87,6 +84,9 @@ def prepare(
         _check_bytes(facts, prompt, max_output_bytes)
         prompt.choices = [kind(prompt, index, next(keys)) for index in range(sampling.n)]
         prompts.append(prompt)
+    for grammar in set(grammars):  # last: to compile one may take long
+        if grammar is not None:
+            frontend.grammars.check(grammar)
     return prompts
 
 

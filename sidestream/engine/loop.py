@@ -26,7 +26,7 @@ from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken
-from sidestream.messages import Abort, Ask, Compiled, EngineFailed, Finish, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
+from sidestream.messages import Abort, Ask, EngineFailed, Finish, GrammarReady, Inbound, Outbound, Report, Rows, StepOutputs, Stop, Submit
 from sidestream.models.interpreter import Interpreter
 
 Pending = tuple[Batch, Launched[GenerationBatchResult]]
@@ -151,8 +151,8 @@ class EngineLoop:
                 self.questions.take(message)
             elif isinstance(message, Stop):
                 self._stopping = True
-            elif isinstance(message, Compiled):
-                self.take_compiled(message)
+            elif isinstance(message, GrammarReady):
+                self.take_grammar(message)
             else:
                 self.take(message)
         return not self._stopping
@@ -202,9 +202,9 @@ class EngineLoop:
         if error is not None:
             self.abort(request.rid)
         elif compiling is not None:
-            compiling.add_done_callback(lambda done: self.inbox.put(Compiled(message.key, done)))
+            compiling.add_done_callback(lambda done: self.inbox.put(GrammarReady(message.key, done)))
 
-    def take_compiled(self, message: Compiled) -> None:
+    def take_grammar(self, message: GrammarReady) -> None:
         """The grammar that a request waited for, or what is wrong with it."""
         request = self.requests.get(message.key)
         if request is None:  # it has ended meanwhile

@@ -96,7 +96,8 @@ class Compiled:
 class GrammarCache(Generic[T]):
     """What was made of grammars, in a thread of its own, kept by content. Safe to use from several threads.
 
-    `make` raises InvalidRequest for a grammar that is wrong, too large, or admits nothing.
+    `make` raises InvalidRequest for a grammar that is wrong, too large, or admits nothing. That is not kept: it may have been too slow
+    because the machine was busy.
     """
 
     def __init__(self, make: Callable[[Grammar], T], close: Callable[[], None] = lambda: None) -> None:
@@ -111,11 +112,19 @@ class GrammarCache(Generic[T]):
             found = self._made.get(grammar)
             if found is None:
                 self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="sidestream-grammar")
-                found = self._made[grammar] = self._pool.submit(self._make, grammar)
+                found = self._made[grammar] = self._pool.submit(self._kept, grammar)
                 while len(self._made) > MAX_COMPILED:
                     self._made.popitem(last=False)
             self._made.move_to_end(grammar)
             return found
+
+    def _kept(self, grammar: Grammar) -> T:
+        try:
+            return self._make(grammar)
+        except BaseException:
+            with self._lock:
+                self._made.pop(grammar, None)
+            raise
 
     def check(self, grammar: Grammar) -> None:
         """Wait until it is made. Raises InvalidRequest."""

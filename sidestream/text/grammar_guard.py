@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
-from sidestream.errors import InvalidRequest
+from sidestream.errors import EngineDead, EngineFault, InvalidRequest
 from sidestream.messages import Grammar
 from sidestream.text.tokenizer import TokenizerState
 
@@ -38,19 +38,26 @@ class GrammarGuard:
     def __init__(self, tokenizer: TokenizerState, vocab_size: int) -> None:
         self._start = msgspec.msgpack.encode((tokenizer, vocab_size))
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest for what the compiler refuses, and for what takes too much time or memory."""
+        self._check_open()
         if self._process is not None and self._process.poll() is not None:  # somebody else ended it
-            self.close()
+            self._end()
         process = self._process or self._started()
         refusal = _within(MAX_SECONDS, process, lambda: _asked(process, grammar))
         if refusal is None:
-            self.close()
+            self._end()
+            self._check_open()
             too_much = f"more than {MAX_SECONDS:g} s or {MAX_BYTES >> 20} MiB to compile, must take less"
             raise InvalidRequest(grammar.field, f"the grammar takes {too_much}", hint="Make it simpler.")
         if refusal.said is not None:
             raise InvalidRequest(grammar.field, refusal.said, hint=refusal.hint)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineDead("the engine is closed")
 
     def _started(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "sidestream.text.grammar_guard"]
@@ -60,11 +67,16 @@ class GrammarGuard:
         assert process.stdin is not None
         _write(process.stdin, self._start)
         if _within(START_SECONDS, process, lambda: _answer(process)) is None:
-            self.close()
-            raise RuntimeError("the process that tries grammars does not start")
+            self._end()
+            raise EngineFault("the process that tries grammars does not start")
         return process
 
     def close(self) -> None:
+        """From any thread: what is being tried ends, too."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -292,6 +292,23 @@ def test_equal_grammars_are_compiled_once(tokenizer: Tokenizer, monkeypatch: pyt
             assert not constraint.advance(token)
 
 
+def test_what_failed_is_tried_again(tokenizer: Tokenizer) -> None:
+    tried: list[Grammar] = []
+
+    def make(each: Grammar) -> str:
+        tried.append(each)
+        if len(tried) == 1:
+            raise InvalidRequest("regex", "too slow today")
+        return "made"
+
+    cache = GrammarCache(make)
+    with pytest.raises(InvalidRequest, match="too slow today"):
+        cache.check(asked(tokenizer, regex="a+"))
+    cache.check(asked(tokenizer, regex="a+"))
+    cache.check(asked(tokenizer, regex="a+"))
+    assert len(tried) == 2
+
+
 def test_a_slow_grammar_is_waited_for_only_so_long(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(grammar, "MAX_SECONDS", 0.05)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sidestream.errors import InvalidRequest
+from sidestream.errors import EngineDead, InvalidRequest
 from sidestream.messages import Grammar
 from sidestream.text import grammar_guard
 from sidestream.text.grammar_guard import GrammarGuard
@@ -53,6 +53,13 @@ def test_a_process_that_was_killed_is_started_again(guard: GrammarGuard) -> None
     process.wait()
     guard.check(Grammar("regex", "b"))
     assert guard._process is not process
+
+
+def test_a_closed_guard_starts_nothing(guard: GrammarGuard) -> None:
+    guard.close()
+    with pytest.raises(EngineDead):
+        guard.check(Grammar("regex", "a"))
+    assert guard._process is None
 
 
 def test_the_process_ends_with_whoever_started_it(guard: GrammarGuard) -> None:
