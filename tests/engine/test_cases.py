@@ -278,6 +278,51 @@ def test_case_10_no_part_of_a_character_is_ever_shown(open_engine: Opener, join_
 
 
 @OVERLAP
+def test_case_10_the_rows_of_a_step_are_cut_where_its_text_is(open_engine: Opener, overlap: bool) -> None:
+    """A step that brings several tokens may end within a character: the rows of those that are held wait with them."""
+    text = "ab😀cé👧"
+    with open_engine() as engine:
+        script = bytewise(engine, text)
+    with open_engine(overlap=overlap, constraint=scripted({"emoji": script})) as engine:
+        engine.loop.max_jump = 2
+        parts = list(engine.stream(ids(5), greedy(99), rid="emoji", top_logprobs_num=2, return_hidden_states=True, hidden_states_start=-1))
+        whole = engine.generate(ids(5), greedy(99), rid="emoji", top_logprobs_num=2, return_hidden_states=True, hidden_states_start=-1)
+    assert any(len(part.token_ids) > 1 for part in parts) and "".join(part.text for part in parts) == text
+    before = 4
+    for part in parts:
+        assert len(part.logprobs.output) == len(part.logprobs.output_top) == len(part.token_ids)
+        assert part.hidden_states.positions == list(range(before, before + len(part.token_ids)))
+        before += len(part.token_ids)
+    assert [value for part in parts for value in part.logprobs.output] == pytest.approx(whole.logprobs.output, abs=1e-4)
+
+
+class EveryOther:
+    """A grammar that leaves no choice of each second token."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def fill_mask(self, mask: npt.NDArray[np.uint32]) -> None:
+        mask[:] = 0xFFFFFFFF
+        if self.tokens % 2:
+            mask[:] = 0
+            mask[1] = 2  # token 33
+
+    def advance(self, token_id: int) -> bool:
+        assert token_id == 33 or self.tokens % 2 == 0
+        self.tokens += 1
+        return False
+
+
+@pytest.mark.parametrize(("overlap", "steps"), [(False, 5), (True, 8)])
+def test_without_overlap_a_single_token_without_choice_needs_no_step(open_engine: Opener, overlap: bool, steps: int) -> None:
+    with open_engine(overlap=overlap, constraint=lambda _: EveryOther()) as engine:
+        output = engine.generate(ids(5), greedy(8, ignore_eos=True))
+        assert output.token_ids[1::2] == [33] * 4
+        assert engine.stats()["steps"] == steps
+
+
+@OVERLAP
 def test_case_11_a_seed_repeats_itself_and_another_differs(open_engine: Opener, join_choices: Callable[..., Any], overlap: bool) -> None:
     prompt = ids(7)
 
