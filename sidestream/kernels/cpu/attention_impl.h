@@ -79,65 +79,94 @@ inline bool any_nan(const float* x, int n) {
     return found != 0;
 }
 
+// The keys that a query sees of a split, counted from its start: [begin, end).
+struct Seen {
+    int begin, end;
+};
+
+inline Seen seen_of(const AttendJob& job, int query) {
+    const int first = job.first[query] - job.split * SPLIT, last = job.last[query] - job.split * SPLIT;
+    return {first < 0 ? 0 : first, last < SPLIT ? last + 1 : SPLIT};
+}
+
+// One row of scores of the keys [low, full) -> probabilities, which are not yet divided by their sum.
+inline void soften(const AttendJob& job, int query, int low, int full, float* row, bf16* probabilities) {
+    const Seen seen = seen_of(job, query);
+    const F nothing = set1(-__builtin_inff());
+    F most = nothing, second = nothing;
+    for (int t = low; t < full; t += PANEL) {
+        if (t < seen.begin || t + PANEL > seen.end) {
+            const F first = set1((float)seen.begin), last = set1((float)(seen.end - 1));
+            for (int v = 0; v < PANEL; v += LANES) store(row + t + v, inside(iota((float)(t + v)), first, last, load(row + t + v), nothing));
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < PANEL; v += 2 * LANES) {
+            most = max(load(row + t + v), most);
+            second = max(load(row + t + v + LANES), second);
+        }
+    }
+    const float m = reduce_max(max(most, second));
+    job.max[query] = m * job.scale;
+    if (m == -__builtin_inff()) {  // sees nothing of this split, or nothing but NaN
+        for (int t = low; t < full; t++) probabilities[t] = 0;
+        job.sum[query] = 0.0f;
+        if (any_nan(row + low, full - low)) job.max[query] = job.sum[query] = __builtin_nanf("");
+        return;
+    }
+    const F scale = set1(job.scale * 1.44269504088896341f), shift = set1(m);
+    F total = zero();
+    for (int t = low; t < full; t += PANEL)
+#pragma GCC unroll 4
+        for (int v = t; v < t + PANEL; v += 2 * LANES) {
+            const F a = coarse_power(mul(sub(load(row + v), shift), scale)), b = coarse_power(mul(sub(load(row + v + LANES), shift), scale));
+            total = add(total, store_bf16_sum(probabilities + v, a, b));  // of what multiplies the values, so that the weights sum to one
+        }
+    job.sum[query] = reduce_add(total);
+}
+
+// SCORE_ROWS queries at a time, so that their scores stay in the nearest cache.
 void attend(const AttendJob& job) {
     Tiles tiles(nullptr);
     const int base = job.split * SPLIT, dim = job.head_dim, padded = job.padded_dim;
-    int low = SPLIT, high = -1;
+    Seen all{SPLIT, 0};
     for (int i = 0; i < job.queries; i++) {
-        const int a = job.first[i] - base, b = job.last[i] - base;
-        if (a < low) low = a;
-        if (b > high) high = b;
+        const Seen seen = seen_of(job, i);
+        if (seen.begin < all.begin) all.begin = seen.begin;
+        if (seen.end > all.end) all.end = seen.end;
     }
-    const int begin = low < 0 ? 0 : low;
-    low = begin / PANEL * PANEL;
-    const int end = high + 1 < SPLIT ? high + 1 : SPLIT;
-    if (end <= low) {
-        for (int i = 0; i < job.queries; i++) job.max[i] = -__builtin_inff(), job.sum[i] = 0.0f;
-        return;
-    }
+    const int packed = all.begin / PANEL * PANEL;
     bf16* keys = (bf16*)job.scratch;
     bf16* values = keys + (std::ptrdiff_t)SPLIT * padded;
     float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
-    bf16* weights = (bf16*)(scores + (std::ptrdiff_t)MAX_QUERIES * SPLIT);
-    pack_keys(job.kv, base, low, end, dim, padded, keys);
-    pack_values(job.kv, base, begin, end, dim, padded, values);
-    const int full = (int)round_up((std::size_t)end, PANEL);
-    for (int t = low; t < full; t += PANEL)
-        tiles.plain(job.queries, 1, {job.q, nullptr, padded}, padded, keys + (std::ptrdiff_t)(t / PANEL) * (padded * PANEL), 0, scores + t, SPLIT);
-    for (int i = 0; i < job.queries; i++) {
-        const int a = job.first[i] - base, b = job.last[i] - base;
-        const F first = set1((float)a), last = set1((float)b), nothing = set1(-__builtin_inff());
-        float* row = scores + (std::ptrdiff_t)i * SPLIT;
-        bf16* probabilities = weights + (std::ptrdiff_t)i * SPLIT;
-        F most = nothing;
-        for (int t = low; t < full; t += LANES) {
-            F s = load(row + t);
-            if (t < a || t + LANES - 1 > b) {
-                s = inside(iota((float)t), first, last, s, nothing);
-                store(row + t, s);
-            }
-            most = max(s, most);
+    bf16* weights = (bf16*)(scores + (std::ptrdiff_t)SCORE_ROWS * SPLIT);
+    if (packed < all.end) {
+        pack_keys(job.kv, base, packed, all.end, dim, padded, keys);
+        pack_values(job.kv, base, all.begin, all.end, dim, padded, values);
+    }
+    bool spoilt = false;
+    for (int from = 0; from < job.queries; from += SCORE_ROWS) {
+        const int count = job.queries - from < SCORE_ROWS ? job.queries - from : SCORE_ROWS;
+        int low = SPLIT, end = 0;
+        for (int i = from; i < from + count; i++) {
+            const Seen seen = seen_of(job, i);
+            if (seen.begin < low) low = seen.begin;
+            if (seen.end > end) end = seen.end;
         }
-        const float m = reduce_max(most);
-        job.max[i] = m * job.scale;
-        if (m == -__builtin_inff()) {  // sees nothing of this split, or nothing but NaN
-            for (int t = low; t < full; t++) probabilities[t] = 0;
-            job.sum[i] = 0.0f;
-            if (any_nan(row + low, full - low)) job.max[i] = job.sum[i] = __builtin_nanf("");
+        low = low / PANEL * PANEL;
+        if (end <= low) {
+            for (int i = from; i < from + count; i++) job.max[i] = -__builtin_inff(), job.sum[i] = 0.0f;
             continue;
         }
-        const F scale = set1(job.scale * 1.44269504088896341f), shift = set1(m);
-        F total = zero();
-        for (int t = low; t < full; t += LANES) {
-            store_bf16(probabilities + t, coarse_power(mul(sub(load(row + t), shift), scale)));
-            total = add(total, load_bf16(probabilities + t));  // of what multiplies the values, so that the weights sum to one
-        }
-        job.sum[i] = reduce_add(total);
+        const int full = (int)round_up((std::size_t)end, PANEL);
+        const std::ptrdiff_t panel = padded * PANEL;
+        tiles.plain(count, (full - low) / PANEL, {job.q + (std::ptrdiff_t)from * padded, nullptr, padded}, padded, keys + low / PANEL * panel, panel, scores + low, SPLIT);
+        for (int i = 0; i < count; i++) soften(job, from + i, low, full, scores + (std::ptrdiff_t)i * SPLIT, weights + (std::ptrdiff_t)i * SPLIT);
+        float* out = job.out + (std::ptrdiff_t)from * padded;
+        tiles.plain(count, padded / PANEL, {weights + low, nullptr, SPLIT}, full - low, values + low * PANEL, SPLIT * PANEL, out, padded);
+        spoilt = spoilt || any_nan(out, count * padded);
     }
-    for (int d = 0; d < padded; d += PANEL)
-        tiles.plain(job.queries, 1, {weights + low, nullptr, SPLIT}, full - low, values + (std::ptrdiff_t)d * SPLIT + low * PANEL, 0, job.out + d, padded);
     // 0 * NaN is NaN: a value that is not finite spoils the queries that do not see it. Each is then computed by itself.
-    if (job.queries > 1 && any_nan(job.out, job.queries * padded))
+    if (spoilt && job.queries > 1)
         for (int i = 0; i < job.queries; i++) {
             AttendJob one = job;
             one.queries = 1;
@@ -151,17 +180,18 @@ void attend(const AttendJob& job) {
         }
 }
 
+// A part and what came before it: the larger maximum counts, so one of the factors is 1.
 void merge(float part_max, float part_sum, const float* part, int padded_dim, float* max_, float* sum, float* out) {
     if (part_max == -__builtin_inff()) return;
-    const float m = *max_ > part_max ? *max_ : part_max;
-    float factors[LANES] = {};
-    factors[0] = *max_ - m;
-    factors[1] = part_max - m;
-    store(factors, exponential(load(factors)));
-    const F old = set1(factors[0]), fresh = set1(factors[1]);
+    const float rise = part_max - *max_;
+    const F factor = exponential(set1(rise > 0.0f ? -rise : rise));
+    const F old = rise > 0.0f ? factor : set1(1.0f), fresh = rise > 0.0f ? set1(1.0f) : factor;
     for (int d = 0; d < padded_dim; d += LANES) store(out + d, fma(load(part + d), fresh, mul(load(out + d), old)));
-    *sum = part_sum * factors[1] + *sum * factors[0];
-    *max_ = m;
+    float old_sum[LANES], fresh_sum[LANES];
+    store(old_sum, old);
+    store(fresh_sum, fresh);
+    *sum = part_sum * fresh_sum[0] + *sum * old_sum[0];
+    *max_ = rise > 0.0f ? part_max : *max_;
 }
 
 void finish(const float* acc, float sum, int head_dim, bf16* out) {

@@ -16,7 +16,8 @@ using f16 = std::uint16_t;   // bit pattern of an IEEE half
 constexpr int PANEL = 32;   // output columns of a packed panel
 constexpr int GROUP = 32;   // weights that share a scale (GGUF Q4_0, Q4_1, Q8_0)
 constexpr int SPLIT = 256;  // keys of one part of attention; parts begin at multiples of it, whatever the page size
-constexpr int MAX_QUERIES = 48;  // query vectors that one attention tile takes together
+constexpr int MAX_QUERIES = 192;  // query vectors for which one attention tile packs keys and values
+constexpr int SCORE_ROWS = 32;    // of which so many are scored at a time
 
 // A matrix [rows, cols] (y = x W^T: rows are outputs), packed in panels of 32 outputs.
 //   BF16  data: bf16   [panels][cols/32][2 halves of 16 outputs][16 pairs of k][16][2]: a half is one tile of the matrix unit
@@ -161,7 +162,7 @@ constexpr SIDESTREAM_INLINE std::size_t matmul_scratch_bytes(std::size_t cols) {
 constexpr SIDESTREAM_INLINE std::size_t attend_scratch_bytes(std::size_t head_dim) {
     const std::size_t padded = round_up(head_dim, PANEL);
     return SPLIT * padded * 2 * sizeof(bf16)                // packed keys and values
-           + MAX_QUERIES * SPLIT * (sizeof(float) + sizeof(bf16))  // scores and probabilities
+           + SCORE_ROWS * SPLIT * (sizeof(float) + sizeof(bf16))  // scores and probabilities
            + 256;
 }
 

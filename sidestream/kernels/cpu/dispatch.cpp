@@ -18,9 +18,9 @@ bool matrix_unit() {
 #if defined(__linux__)
     unsigned eax, ebx, ecx, edx;
     if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-    return (edx & BF16) && (edx & TILE) && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return (edx & BF16) && (edx & TILE) && (edx & INT8) && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
     return false;
 #endif

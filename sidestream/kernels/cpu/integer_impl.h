@@ -9,6 +9,13 @@ namespace {
 constexpr int INTEGER_PANELS = 2;  // panels whose products wait for the epilogue together: a gate and its up
 static_assert(VECTORS % INTEGER_VECTORS == 0 && INTEGER_PANELS <= BLOCK_PANELS, "tiles fill a panel, and fit the scratch");
 
+#if defined(__AMX_INT8__)
+#ifndef MUR
+#define MUR 8
+#endif
+constexpr int MATRIX_UNIT_ROWS = MUR;  // from here on the matrix unit is faster
+#endif
+
 constexpr int group_bytes(int bits) { return GROUP * PANEL * bits / 8; }
 
 // M rows x INTEGER_VECTORS vectors of one panel.
@@ -88,11 +95,20 @@ inline void panels_integer(const MatmulJob& job, int panel_begin, int panel_end,
     const int groups = job.w->cols / GROUP;
     const std::ptrdiff_t panel_bytes = (std::ptrdiff_t)groups * group_bytes(BITS);
     const std::ptrdiff_t panel_scales = (std::ptrdiff_t)groups * PANEL * (MINIMA ? 2 : 1);
+#if defined(__AMX_INT8__)
+    Tiles tiles(nullptr);
+#endif
     for (int panel = panel_begin; panel < panel_end; panel += INTEGER_PANELS) {
         const int panels = panel_end - panel < INTEGER_PANELS ? panel_end - panel : INTEGER_PANELS;
         const std::ptrdiff_t ldt = panels * PANEL;
         for (int row = 0; row < job.rows;) {
             const int rows = piece_of(job.rows - row, ROW_BLOCK);
+#if defined(__AMX_INT8__)
+            if (rows >= MATRIX_UNIT_ROWS)
+                tiles.integers<BITS, MINIMA>(rows, panels, job.x8.from(row), groups, (const std::uint8_t*)job.w->data + panel * panel_bytes,
+                                             job.w->scales + panel * panel_scales, tile, ldt);
+            else
+#endif
             for (int p = 0; p < panels; p++)
                 for (int i = 0; i < rows;) {
                     const int m = piece_of(rows - i, MAX_INTEGER_ROWS);

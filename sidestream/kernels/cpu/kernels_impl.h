@@ -36,15 +36,13 @@ inline F exponential(F x) {
     return inside(x, low, set1(__builtin_inff()), scale_by_power(p, n), zero());
 }
 
-// 2^x for x <= 0, to a relative 5e-5: finer than the bfloat16 it becomes. Exactly 1 at 0, exactly 0 below -125 and at -inf, NaN at NaN.
+// 2^x for x <= 0, to a relative 1e-4: finer than the bfloat16 it becomes. Exactly 1 at 0, 0 at -inf, NaN at NaN.
 inline F coarse_power(F x) {
-    const F low = set1(-125.0f);
-    const F v = max(low, x), n = round(v), f = sub(v, n);  // in this order a NaN stays
-    F p = fma(set1(0.009618129f), f, set1(0.055504109f));
-    p = fma(p, f, set1(0.240226507f));
-    p = fma(p, f, set1(0.693147181f));
+    const F f = fraction(x);
+    F p = fma(set1(0.0770672f), f, set1(0.22764482f));
+    p = fma(p, f, set1(0.69511682f));
     p = fma(p, f, set1(1.0f));
-    return above(x, low, scale_by_power(p, n));
+    return scale_by_floor(p, x);
 }
 
 inline F activate(Activation kind, F x) {
@@ -167,6 +165,19 @@ inline void add_group_sum(const bf16* x, float* sum) {
     *sum = reduce_add(total);
 }
 
+template <bool ADD> inline void write_row(const float* from, float scale, const float* bias, float* y, int n) {
+    if (scale == 1.0f && !bias) {
+        for (int v = 0; v < n; v += LANES) store(y + v, ADD ? add(load(y + v), load(from + v)) : load(from + v));
+        return;
+    }
+    const F factor = set1(scale);
+    for (int v = 0; v < n; v += LANES) {
+        F value = mul(load(from + v), factor);
+        if (bias) value = add(value, load(bias + v));
+        store(y + v, ADD ? add(load(y + v), value) : value);
+    }
+}
+
 inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt, int row, int rows, int panel, int panels) {
     if (job.epilogue == Epilogue::GATE_UP) {
         for (int i = 0; i < rows; i++)
@@ -188,27 +199,26 @@ inline void epilogue(const MatmulJob& job, const float* tile, std::ptrdiff_t ldt
             }
         return;
     }
-    const bool accumulate = job.epilogue == Epilogue::ADD;
-    for (int i = 0; i < rows; i++)
-        for (int p = 0; p < panels; p++) {
-            const float* from = tile + i * ldt + p * PANEL;
-            const float* bias = job.bias ? job.bias + (panel + p) * PANEL : nullptr;
-            float* y = job.y + (row + i) * job.ldy + (std::ptrdiff_t)(panel + p) * PANEL;
-            const int valid = job.w->rows - (panel + p) * PANEL;
-            float last[PANEL];
-            float* to = valid >= PANEL ? y : last;
-            if (to == last && accumulate)
-                for (int c = 0; c < valid; c++) last[c] = y[c];
-            for (int v = 0; v < PANEL; v += LANES) {
-                F value = load(from + v);
-                if (job.scale != 1.0f) value = mul(value, set1(job.scale));
-                if (bias) value = add(value, load(bias + v));
-                if (accumulate) value = add(load(to + v), value);
-                store(to + v, value);
-            }
-            if (to == last)
-                for (int c = 0; c < valid; c++) y[c] = last[c];
+    const int outputs = job.w->rows - panel * PANEL, whole = outputs < panels * PANEL ? outputs / LANES * LANES : panels * PANEL;
+    const float* bias = job.bias ? job.bias + panel * PANEL : nullptr;
+    for (int i = 0; i < rows; i++) {
+        const float* from = tile + i * ldt;
+        float* y = job.y + (row + i) * job.ldy + (std::ptrdiff_t)panel * PANEL;
+        if (job.epilogue == Epilogue::ADD)
+            write_row<true>(from, job.scale, bias, y, whole);
+        else
+            write_row<false>(from, job.scale, bias, y, whole);
+        if (whole < outputs && whole < panels * PANEL) {  // the last outputs of a matrix
+            const int left = outputs - whole;
+            float last[LANES] = {};
+            for (int c = 0; c < left; c++) last[c] = y[whole + c];
+            if (job.epilogue == Epilogue::ADD)
+                write_row<true>(from + whole, job.scale, bias ? bias + whole : nullptr, last, LANES);
+            else
+                write_row<false>(from + whole, job.scale, bias ? bias + whole : nullptr, last, LANES);
+            for (int c = 0; c < left; c++) y[whole + c] = last[c];
         }
+    }
 }
 
 void matmul(const MatmulJob& job, int panel_begin, int panel_end, void* scratch) {

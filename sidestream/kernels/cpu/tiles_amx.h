@@ -6,6 +6,7 @@
 
 constexpr int ROW_BLOCK = 128;   // rows whose products wait for the epilogue
 constexpr int BLOCK_PANELS = 2;  // panels likewise
+constexpr int CHUNK = 3;         // groups whose products leave the unit together
 
 constexpr int HALF = GROUP * 16;  // elements of a tile of weights
 
@@ -67,22 +68,103 @@ inline void row_of_vectors(const bf16* x, const float* sums, int groups, const S
     for (int j = 0; j < V; j++) store(out + j * LANES, acc[j]);
 }
 
+// The products of up to MAX_ROWS rows with one panel, for each group of a chunk by itself: float32, or int32 where integers are multiplied.
+struct alignas(64) Products {
+    float of[CHUNK][MAX_ROWS * PANEL];
+};
+
+// out += products * scale + sums * offset, group after group.
+template <bool OFFSET> struct Scaled {
+    alignas(64) float scale[CHUNK][PANEL], offset[CHUNK][PANEL];
+
+    void set(const GroupScales& scales, int p, int first, int count) {
+        for (int c = 0; c < count; c++)
+            for (int v = 0; v < VECTORS; v++) {
+                F s, o;
+                scales.load_group(first + c, p, v, s, o);
+                store(scale[c] + v * LANES, s);
+                store(offset[c] + v * LANES, o);
+            }
+    }
+
+    template <int COUNT> inline void add(int m, const Rows& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) const {
+        const float* sums = OFFSET ? x.sums + first : nullptr;
+        F s[COUNT][VECTORS], o[COUNT][VECTORS];
+        for (int c = 0; c < COUNT; c++)
+            for (int v = 0; v < VECTORS; v++) s[c][v] = load(scale[c] + v * LANES), o[c][v] = load(offset[c] + v * LANES);
+        for (int i = 0; i < m; i++) {
+            F acc[VECTORS];
+            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
+#pragma GCC unroll 4
+            for (int c = 0; c < COUNT; c++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    if (OFFSET) acc[v] = fma(set1(sums[i * (x.ld / GROUP) + c]), o[c][v], acc[v]);
+                    acc[v] = fma(load(products.of[c] + i * PANEL + v * LANES), s[c][v], acc[v]);
+                }
+            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
+        }
+    }
+};
+
+// The same for integers (integer_impl.h), whose rows have scales of their own.
+template <int BITS, bool MINIMA> struct ScaledIntegers {
+    alignas(64) float scale[CHUNK][PANEL], minimum[CHUNK][PANEL];
+
+    void set(const f16* scales, int first, int count) {
+        for (int c = 0; c < count; c++)
+            for (int v = 0; v < PANEL; v += LANES) {
+                const f16* at = scales + (std::ptrdiff_t)(first + c) * (MINIMA ? 2 * PANEL : PANEL) + v;
+                store(scale[c] + v, load_f16(at));
+                if (MINIMA) store(minimum[c] + v, load_f16(at + PANEL));
+            }
+    }
+
+    template <int COUNT> inline void add(int m, const Int8Rows& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) const {
+        F s[COUNT][VECTORS], minima[COUNT][VECTORS];
+        for (int c = 0; c < COUNT; c++)
+            for (int v = 0; v < VECTORS; v++) {
+                s[c][v] = load(scale[c] + v * LANES);
+                if (MINIMA) minima[c][v] = load(minimum[c] + v * LANES);
+            }
+        for (int i = 0; i < m; i++) {
+            const std::ptrdiff_t at = i * (x.ld / GROUP) + first;
+            F acc[VECTORS];
+            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
+#pragma GCC unroll 4
+            for (int c = 0; c < COUNT; c++)
+#pragma GCC unroll 4
+                for (int v = 0; v < VECTORS; v++) {
+                    I dots = _mm512_load_si512(products.of[c] + i * PANEL + v * LANES);
+                    if (!MINIMA) dots = _mm512_add_epi32(dots, set1_int(BITS == 4 ? x.offsets[at + c] : 16 * x.offsets[at + c]));
+                    acc[v] = fma(mul(to_float(dots), set1(x.scales[at + c])), s[c][v], acc[v]);
+                    if (MINIMA) acc[v] = fma(set1(x.sums[at + c]), minima[c][v], acc[v]);
+                }
+            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
+        }
+    }
+};
+
+// What the unit reads of a group, in bytes: lines, the second 16 rows or outputs, and the next group.
+struct Operand {
+    const void* at;
+    long line, half, group;
+    const void* tile(int c, int second) const { return (const char*)at + c * group + second * half; }
+};
+
 // Registers: 0 to 3 products, 4 and 5 rows of x, 6 and 7 weights.
 class Tiles {
 public:
     explicit Tiles(bf16*) {}  // groups are expanded one by one, in places of their own
     Tiles(const Tiles&) = delete;
     ~Tiles() {
-        if (first_) _tile_release();
+        if (rows_[0]) _tile_release();
     }
 
     // rows of x, np panels of weights -> out: [rows, 32 np] of [rows, ldo]. cols: a multiple of 32.
     void plain(int rows, int np, const Rows& x, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
-        for (int i = 0; i < rows;) {
-            const int m = piece_of(rows - i, MAX_ROWS);
-            piece(m, np, x.x + i * x.ld, x.ld, cols, w, panel_stride, out + i * ldo, ldo);
-            i += m;
-        }
+        for (int i = 0; i < rows; i += MAX_ROWS)
+            piece(least(MAX_ROWS, rows - i), np, x.x + i * x.ld, x.ld, cols, w, panel_stride, out + i * ldo, ldo);
     }
 
     // The same for quantised weights: the products of a group are scaled and summed in vectors. rows <= ROW_BLOCK.
@@ -90,30 +172,101 @@ public:
     void grouped(int rows, int np, const Rows& x, int groups, const Source& source, const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
         const FlushSubnormals flush;
         if (rows == 1) return one_row(np, x, groups, source, scales, out);
-        alignas(64) float products[CHUNK][MAX_ROWS * PANEL];
-        alignas(64) bf16 weights[2][CHUNK][GROUP * PANEL];
-        for (int p = 0; p < np; p++, out += PANEL) {
-            const Source panel{source.data + p * source.panel_stride, 0};
-            // A few groups at a time, for all rows: their weights stay in the nearest cache. The next ones are written while the unit works.
-            expand(panel, 0, groups, weights[0]);
-            for (int first = 0, turn = 0; first < groups; first += CHUNK, turn ^= 1) {
-                for (int row = 0; row < rows;) {
-                    const int m = piece_of(rows - row, MAX_ROWS);
-                    multiply(m, x.from(row), first, groups, weights[turn], products);
-                    if (row == 0) expand(panel, first + CHUNK, groups, weights[turn ^ 1]);
-                    sum<Source::OFFSET>(m, x.from(row), first, groups, p, products, scales, out + row * ldo, ldo);
-                    row += m;
+        alignas(64) bf16 weights[CHUNK][GROUP * PANEL];
+        Scaled<Source::OFFSET> scaled;
+        chunks<false>(rows, np, groups, out, ldo, scaled, x, {x.x, x.ld * 2, x.ld * 32, GROUP * 2}, [&](int p, int first, int count) {
+            for (int c = 0; c < count; c++) expand_group(Source{source.data + p * source.panel_stride, 0}, first + c, weights[c]);
+            scaled.set(scales, p, first, count);
+            return Operand{weights, 64, HALF * 2, GROUP * PANEL * 2};
+        });
+    }
+
+    // The same for integers. w, scales: of the first panel, others follow.
+    template <int BITS, bool MINIMA>
+    void integers(int rows, int np, const Int8Rows& x, int groups, const std::uint8_t* w, const f16* scales, float* out, std::ptrdiff_t ldo) {
+        alignas(64) std::uint8_t weights[CHUNK][GROUP * PANEL];
+        ScaledIntegers<BITS, MINIMA> scaled;
+        chunks<true>(rows, np, groups, out, ldo, scaled, x, {x.values, x.ld, x.ld * 16, GROUP}, [&](int p, int first, int count) {
+            const std::ptrdiff_t group = (std::ptrdiff_t)p * groups + first;
+            const std::uint8_t* from = w + group * (GROUP * PANEL * BITS / 8);
+            scaled.set(scales + (std::ptrdiff_t)p * groups * (MINIMA ? 2 * PANEL : PANEL), first, count);
+            if (BITS == 8) return Operand{from, 4 * PANEL, 2 * PANEL, GROUP * PANEL};
+            for (int c = 0; c < count; c++)
+                for (int at = 0; at < GROUP * PANEL / 2; at += 64) {
+                    prefetch(from + 2048);
+                    const Quads both = load_quads(from + c * (GROUP * PANEL / 2) + at);
+                    _mm512_store_si512(weights[c] + at, low_nibbles(both));
+                    _mm512_store_si512(weights[c] + GROUP * PANEL / 2 + at, high_nibbles(both));
                 }
-            }
-        }
+            return Operand{weights, 4 * PANEL, 2 * PANEL, GROUP * PANEL};
+        });
     }
 
 private:
+    static int least(int a, int b) { return a < b ? a : b; }
+
+    // A few groups at a time, for all rows: their weights stay in the nearest cache.
+    template <bool INTEGER, class Sums, class X, class Weights>
+    void chunks(int rows, int np, int groups, float* out, std::ptrdiff_t ldo, const Sums& sums, const X& x, const Operand& operand, Weights&& weights_of) {
+        Products products;
+        for (int p = 0; p < np; p++, out += PANEL)
+            for (int first = 0; first < groups; first += CHUNK) {
+                const int count = least(CHUNK, groups - first);
+                const Operand w = weights_of(p, first, count);
+                for (int row = 0; row < rows; row += MAX_ROWS) {
+                    const int m = least(MAX_ROWS, rows - row);
+                    multiply<INTEGER>(m, {(const char*)operand.at + row * operand.line + first * operand.group, operand.line, operand.half, operand.group}, w, count, products);
+                    add_up<CHUNK>(count, sums, m, x.from(row), first, products, out + row * ldo, ldo);
+                }
+            }
+    }
+
+    template <int COUNT, class Sums, class X>
+    static void add_up(int count, const Sums& sums, int m, const X& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) {
+        if constexpr (COUNT > 1) {
+            if (count < COUNT) return add_up<COUNT - 1>(count, sums, m, x, first, products, out, ldo);
+        }
+        sums.template add<COUNT>(m, x, first, products, out, ldo);
+    }
+
+    // The products of each group by itself. Those of one half leave while the next half is multiplied.
+    template <bool INTEGER> void multiply(int m, const Operand& x, const Operand& w, int count, Products& products) {
+        const bool both = m > 16;
+        configure(both ? 16 : m, both ? m - 16 : m, INTEGER);
+        asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
+        for (int c = 0; c < count; c++) {
+            float* to = products.of[c];
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_loadd(4, x.tile(c, 0), x.line);
+            _tile_loadd(6, w.tile(c, 0), w.line);
+            if constexpr (INTEGER) _tile_dpbsud(0, 4, 6); else _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, w.tile(c, 1), w.line);
+            if constexpr (INTEGER) _tile_dpbsud(1, 4, 7); else _tile_dpbf16ps(1, 4, 7);
+            if (both) {
+                if (c) leave(products.of[c - 1]);
+                _tile_zero(2);
+                _tile_zero(3);
+                _tile_loadd(5, x.tile(c, 1), x.line);
+                if constexpr (INTEGER) _tile_dpbsud(2, 5, 6); else _tile_dpbf16ps(2, 5, 6);
+                if constexpr (INTEGER) _tile_dpbsud(3, 5, 7); else _tile_dpbf16ps(3, 5, 7);
+            }
+            _tile_stored(0, to, 4 * PANEL);
+            _tile_stored(1, to + 16, 4 * PANEL);
+        }
+        if (both) leave(products.of[count - 1]);
+    }
+
+    static void leave(float* products) {
+        _tile_stored(2, products + 16 * PANEL, 4 * PANEL);
+        _tile_stored(3, products + 16 * PANEL + 16, 4 * PANEL);
+    }
+
     void piece(int m, int np, const bf16* x, std::ptrdiff_t ldx, int cols, const bf16* w, std::ptrdiff_t panel_stride, float* out, std::ptrdiff_t ldo) {
         const long x_bytes = ldx * 2, out_bytes = ldo * 4;
         asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
         if (m <= 16) {  // two panels at a time: four independent chains
-            configure(m, m);
+            configure(m, m, false);
             for (int p = 0; p < np; p += 2) {
                 const bool both = p + 1 < np;
                 const bf16 *first = w + p * panel_stride, *second = first + (both ? panel_stride : 0);
@@ -148,7 +301,7 @@ private:
             }
             return;
         }
-        configure(16, m - 16);
+        configure(16, m - 16, false);
         const bf16* lower = x + 16 * ldx;
         for (int p = 0; p < np; p++, w += panel_stride, out += PANEL) {
             _tile_zero(0);
@@ -172,82 +325,25 @@ private:
         }
     }
 
-    void configure(int first, int second) {
-        if (first == first_ && second == second_) return;
-        TileConfig config;
-        for (int t = 0; t < 8; t++) {
-            config.row_bytes[t] = 64;
-            config.rows[t] = (std::uint8_t)(t >= 6 ? 16 : t == 0 || t == 1 || t == 4 ? first : second);
-        }
-        _tile_loadconfig(&config);
-        first_ = first;
-        second_ = second;
-    }
-
-    static constexpr int CHUNK = 4;  // groups
-
     template <class Source> static void one_row(int np, const Rows& x, int groups, Source source, GroupScales scales, float* out) {
         for (; np > 1; np -= 2, source.data += 2 * source.panel_stride, scales.data += 2 * scales.panel_stride, out += 2 * PANEL)
             row_of_vectors<2>(x.x, x.sums, groups, source, scales, out);
         if (np) row_of_vectors<1>(x.x, x.sums, groups, source, scales, out);
     }
 
-    template <class Source> static void expand(const Source& panel, int first, int groups, bf16 (*to)[GROUP * PANEL]) {
-        for (int g = first; g < groups && g < first + CHUNK; g++) expand_group(panel, g, to[g - first]);
-    }
-
-    void multiply(int m, const Rows& x, int first, int groups, const bf16 (*weights)[GROUP * PANEL], float (*products)[MAX_ROWS * PANEL]) {
-        const long x_bytes = x.ld * 2;
-        const int upper = m < 16 ? m : 16, lower = m - upper;
-        configure(upper, lower ? lower : 1);
-        asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
-        for (int g = first; g < groups && g < first + CHUNK; g++) {
-            const bf16 *w = weights[g - first], *rows = x.x + g * GROUP;
-            float* d = products[g - first];
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_loadd(4, rows, x_bytes);
-            _tile_loadd(6, w, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(7, w + HALF, 64);
-            _tile_dpbf16ps(1, 4, 7);
-            if (lower) {
-                _tile_zero(2);
-                _tile_zero(3);
-                _tile_loadd(5, rows + 16 * x.ld, x_bytes);
-                _tile_dpbf16ps(2, 5, 6);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-            _tile_stored(0, d, 4 * PANEL);
-            _tile_stored(1, d + 16, 4 * PANEL);
-            if (lower) {
-                _tile_stored(2, d + 16 * PANEL, 4 * PANEL);
-                _tile_stored(3, d + 16 * PANEL + 16, 4 * PANEL);
-            }
+    void configure(int first, int second, bool integer) {
+        if (first == rows_[0] && second == rows_[1] && integer == integer_) return;
+        TileConfig config;
+        for (int t = 0; t < 8; t++) {
+            config.row_bytes[t] = integer && (t == 4 || t == 5) ? GROUP : 64;
+            config.rows[t] = (std::uint8_t)(t >= 6 ? (integer ? 8 : 16) : t == 0 || t == 1 || t == 4 ? first : second);
         }
+        _tile_loadconfig(&config);
+        rows_[0] = first;
+        rows_[1] = second;
+        integer_ = integer;
     }
 
-    // out += products * scale + sums * offset, group after group.
-    template <bool OFFSET>
-    static void sum(int m, const Rows& x, int first, int groups, int p, const float (*products)[MAX_ROWS * PANEL], const GroupScales& scales,
-                    float* out, std::ptrdiff_t ldo) {
-        const int count = groups - first < CHUNK ? groups - first : CHUNK;
-        F scale[CHUNK][VECTORS], offset[CHUNK][VECTORS];
-        for (int c = 0; c < count; c++)
-            for (int v = 0; v < VECTORS; v++) scales.load_group(first + c, p, v, scale[c][v], offset[c][v]);
-        for (int i = 0; i < m; i++) {
-            F acc[VECTORS];
-            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
-            for (int c = 0; c < count; c++) {
-                const F of_row = OFFSET ? set1(x.sums[i * (x.ld / GROUP) + first + c]) : zero();
-                for (int v = 0; v < VECTORS; v++) {
-                    if (OFFSET) acc[v] = fma(of_row, offset[c][v], acc[v]);
-                    acc[v] = fma(load(products[c] + i * PANEL + v * LANES), scale[c][v], acc[v]);
-                }
-            }
-            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
-        }
-    }
-
-    int first_ = 0, second_ = 0;
+    int rows_[2] = {0, 0};
+    bool integer_ = false;
 };

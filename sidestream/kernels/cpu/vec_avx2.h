@@ -41,7 +41,17 @@ inline F iota(float first) { return add(set1(first), _mm256_setr_ps(0, 1, 2, 3, 
 inline F inside(F at, F low, F high, F v, F other) {
     return _mm256_blendv_ps(other, v, _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLT_UQ), _mm256_cmp_ps(at, high, _CMP_NGT_UQ)));
 }
-inline F above(F at, F low, F v) { return _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLE_UQ), v); }
+inline F floor(F v) { return _mm256_floor_ps(v); }
+inline F above(F at, F low, F v) { return _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLE_UQ), v); }  // v where at > low, or is NaN, else 0
+constexpr float LOWEST_POWER = -125.0f;  // below it 2^x is taken for 0
+inline F fraction(F x) {                  // x - floor(x); 0 at -inf
+    const F v = max(set1(LOWEST_POWER), x);  // in this order a NaN stays
+    return sub(v, floor(v));
+}
+inline F scale_by_floor(F v, F x) {  // v * 2^floor(x)
+    const F low = set1(LOWEST_POWER);
+    return above(x, low, scale_by_power(v, floor(max(low, x))));
+}
 inline bool any_greater(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 inline float reduce_add(F v) {
@@ -65,6 +75,11 @@ inline void store_bf16(bf16* p, F v) {
     rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7FC0), nan);
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xD8);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+inline F store_bf16_sum(bf16* p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(p + LANES, b);
+    return add(load_bf16(p), load_bf16(p + LANES));
 }
 inline F load_f16(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline void store_f16(f16* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }

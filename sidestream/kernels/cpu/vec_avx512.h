@@ -36,6 +36,8 @@ inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 inline F min(F a, F b) { return _mm512_min_ps(a, b); }
 inline F round(F v) { return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline F scale_by_power(F v, F n) { return _mm512_scalef_ps(v, n); }  // v * 2^n, n integral
+inline F fraction(F x) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }  // x - floor(x); 0 at -inf
+inline F scale_by_floor(F v, F x) { return _mm512_scalef_ps(v, x); }                                 // v * 2^floor(x)
 inline F iota(float first) {
     return add(set1(first), _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
 }
@@ -44,8 +46,6 @@ inline F inside(F at, F low, F high, F v, F other) {
     const __mmask16 m = _mm512_cmp_ps_mask(at, low, _CMP_NLT_UQ) & _mm512_cmp_ps_mask(at, high, _CMP_NGT_UQ);
     return _mm512_mask_blend_ps(m, other, v);
 }
-// v where at > low, or is NaN, else 0
-inline F above(F at, F low, F v) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at, low, _CMP_NLE_UQ), v); }
 inline bool any_greater(F a, F b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ) != 0; }
 inline bool any_nan(F a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 inline float reduce_add(F v) { return _mm512_reduce_add_ps(v); }
@@ -53,6 +53,12 @@ inline float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
 
 inline F load_bf16(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)); }
 inline void store_bf16(bf16* p, F v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
+// Stores both, rounded, and returns the sum of what was stored, of which lane ever.
+inline F store_bf16_sum(bf16* p, F a, F b) {
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
+    _mm512_storeu_si512(p, both);
+    return add(_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)), _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000))));
+}
 inline F load_f16(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline void store_f16(f16* p, F v) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 

@@ -51,7 +51,20 @@ inline F scale_by_power(F v, F n) {
 }
 inline F iota(float first) { return F{first, first + 1, first + 2, first + 3}; }
 inline F inside(F at, F low, F high, F v, F other) { return select((at < low) | (at > high), other, v); }
-inline F above(F at, F low, F v) { return select(at <= low, zero(), v); }
+inline F floor(F v) {  // |v| < 2^22
+    const F n = round(v);
+    return n - select(n > v, set1(1.0f), zero());
+}
+inline F above(F at, F low, F v) { return select(at <= low, zero(), v); }  // v where at > low, or is NaN, else 0
+constexpr float LOWEST_POWER = -125.0f;  // below it 2^x is taken for 0
+inline F fraction(F x) {                  // x - floor(x); 0 at -inf
+    const F v = max(set1(LOWEST_POWER), x);  // in this order a NaN stays
+    return sub(v, floor(v));
+}
+inline F scale_by_floor(F v, F x) {  // v * 2^floor(x)
+    const F low = set1(LOWEST_POWER);
+    return above(x, low, scale_by_power(v, floor(max(low, x))));
+}
 inline bool any_greater(F a, F b) {
     const I m = a > b;
     return (m[0] | m[1] | m[2] | m[3]) != 0;
@@ -93,6 +106,11 @@ inline f16 float_to_half(float v) {
 inline F load_bf16(const bf16* p) { return F{widen_one(p[0]), widen_one(p[1]), widen_one(p[2]), widen_one(p[3])}; }
 inline void store_bf16(bf16* p, F v) {
     for (int i = 0; i < 4; i++) p[i] = narrow_one(v[i]);
+}
+inline F store_bf16_sum(bf16* p, F a, F b) {
+    store_bf16(p, a);
+    store_bf16(p + LANES, b);
+    return add(load_bf16(p), load_bf16(p + LANES));
 }
 inline F load_f16(const f16* p) { return F{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])}; }
 inline void store_f16(f16* p, F v) {
