@@ -18,21 +18,33 @@ inline int elements_of(const KVView& kv, int position, int count, std::ptrdiff_t
     return count;
 }
 
+// Some of what is upcoming: a call for each 16 keys and each 16 values of every head is enough for all of it.
+inline void fetch(Upcoming* upcoming) {
+    if (!upcoming) return;
+    const KVView& kv = upcoming->kv;
+    for (int i = 0; i < 3 && upcoming->position < upcoming->end; i++) {
+        const std::ptrdiff_t at = element_of(kv, upcoming->position++);
+        for (int d = 0; d < kv.ahead; d += 32) prefetch_far(kv.keys + at + d);
+        for (int d = 0; d < kv.ahead; d += 32) prefetch_far(kv.values + at + d);
+    }
+}
+
 // Keys base + [begin, end) -> a panel for every 32 keys, as weights [32 keys, padded_dim]; dims beyond the head, and keys up to whole panels, are zero.
-inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
+inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out, Upcoming* upcoming) {
     alignas(64) static const std::uint32_t zeros[16] = {};
     const int words = head_dim / 2, full = (int)round_up((std::size_t)end, PANEL);
     for (int t = begin; t < full; t += 16) {
+        fetch(upcoming);
         std::ptrdiff_t at[16];
         const int count = elements_of(kv, base + t, end - t, at);
         const std::uint32_t* rows[16];
         for (int i = 0; i < 16; i++) rows[i] = i < count ? (const std::uint32_t*)(kv.keys + at[i]) : nullptr;
         for (int i = 0; i < count; i++)
-            for (int d = 0; d < head_dim; d += 32) prefetch(kv.values + at[i] + d);  // a line holds 32 of them
+            for (int d = 0; d < kv.ahead; d += 32) prefetch(kv.values + at[i] + d);  // a line holds 32 of them
         if (t + 16 < end) {
             const int next = elements_of(kv, base + t + 16, end - t - 16, at);
             for (int i = 0; i < next; i++)
-                for (int d = 0; d < head_dim; d += 32) prefetch(kv.keys + at[i] + d);
+                for (int d = 0; d < kv.ahead; d += 32) prefetch(kv.keys + at[i] + d);
         }
         std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL) + t % PANEL * GROUP);
         for (int c = 0; c < padded_dim / 2; c += 16, to += GROUP * PANEL / 2) {
@@ -49,14 +61,17 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
 }
 
 // Values base + [begin, end) -> a panel for every 32 dims, as weights [32 dims, SPLIT keys]; what is beyond is zero as above.
-inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out) {
+inline void pack_values(const KVView& kv, int base, int begin, int end, int head_dim, int padded_dim, bf16* out, Upcoming* upcoming) {
     static const bf16 zeros[INTERLEAVE] = {};
     const int full = (int)round_up((std::size_t)end, PANEL);
     std::ptrdiff_t at[16];
     int count = 0;
     for (int t = begin / PANEL * PANEL; t < full; t += 2) {
         const int i = t % 16;
-        if (i == 0) count = t < end ? elements_of(kv, base + t, end - t, at) : 0;
+        if (i == 0) {
+            fetch(upcoming);
+            count = t < end ? elements_of(kv, base + t, end - t, at) : 0;
+        }
         const bf16* a = t >= begin && i < count ? kv.values + at[i] : nullptr;
         const bf16* b = t + 1 >= begin && i + 1 < count ? kv.values + at[i + 1] : nullptr;
         for (int d = 0; d < padded_dim; d += INTERLEAVE) {
@@ -140,8 +155,8 @@ void attend(const AttendJob& job) {
     float* scores = (float*)(values + (std::ptrdiff_t)SPLIT * padded);
     bf16* weights = (bf16*)(scores + (std::ptrdiff_t)SCORE_ROWS * SPLIT);
     if (packed < all.end) {
-        pack_keys(job.kv, base, packed, all.end, dim, padded, keys);
-        pack_values(job.kv, base, all.begin, all.end, dim, padded, values);
+        pack_keys(job.kv, base, packed, all.end, dim, padded, keys, job.upcoming);
+        pack_values(job.kv, base, all.begin, all.end, dim, padded, values, job.upcoming);
     }
     bool spoilt = false;
     for (int from = 0; from < job.queries; from += SCORE_ROWS) {

@@ -94,6 +94,13 @@ struct KVView {
     std::ptrdiff_t stride;      // elements between token positions of a page
     const std::int32_t* pages;  // page of each `page_size` positions
     int page_shift;             // log2 of the page size
+    int ahead;                  // elements of a position to fetch ahead: the head's, or also those of the heads behind it
+};
+
+// Keys and values that will be wanted soon, all heads of them: fetched little by little while something else is computed.
+struct Upcoming {
+    KVView kv;
+    int position, end;
 };
 
 // One part of attention: `queries` query vectors against the keys [SPLIT * split, SPLIT * (split + 1)) that each may see.
@@ -111,6 +118,7 @@ struct AttendJob {
     float* sum;  // [queries] out: sum of exp(score - max)
     float* out;  // [queries, padded_dim] out: sum of exp(score - max) * value
     void* scratch;  // attend_scratch_bytes(head_dim)
+    Upcoming* upcoming;  // or null
 };
 
 enum class RowType : int { BF16 = 0, F32 = 1, F16 = 2 };

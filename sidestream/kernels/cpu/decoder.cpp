@@ -197,9 +197,11 @@ void Decoder::linear(const Linear& w, const MatmulJob& job, void* scratch) const
 }
 
 KVView Decoder::view(const Step& step, int layer, int slot, int head) const {
+    const bool rest = heads_together_ && head == 0;  // in the order of memory, for the heads that follow
     const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(spec.num_kv_heads) * spec.head_dim;
     const std::ptrdiff_t at = layer * step.layer_stride + static_cast<std::ptrdiff_t>(head) * spec.head_dim;
-    return {step.keys + at, step.values + at, stride, step.page_table + slot * step.page_stride, log2_of(step.page_size)};
+    return {step.keys + at, step.values + at, stride, step.page_table + slot * step.page_stride, log2_of(step.page_size),
+            rest ? static_cast<int>(stride) : spec.head_dim};
 }
 
 // A thread's scratch during attention, cut up.
@@ -228,7 +230,7 @@ AttendJob Decoder::queries_of(const Step& step, int layer, int head, const int* 
         first[i] = window ? std::max(0, position - window + 1) : 0;
         last[i] = position;
     }
-    return {view(step, layer, row_slot_[rows[0]], head), 0, dim, padded_head_, queries, q, first, last, spec.attention_scale, max, sum, out, inner};
+    return {view(step, layer, row_slot_[rows[0]], head), 0, dim, padded_head_, queries, q, first, last, spec.attention_scale, max, sum, out, inner, nullptr};
 }
 
 void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch) {
@@ -250,11 +252,12 @@ void Decoder::attend_tile(const Step& step, int layer, const Tile& tile, int hea
                        attended_.get() + static_cast<std::ptrdiff_t>(rows[i / group_size_]) * padded_attention_ + (head * group_size_ + i % group_size_) * job.head_dim);
 }
 
-void Decoder::attend_group(const Step& step, int layer, const Group& group, int head, char* scratch) {
+void Decoder::attend_group(const Step& step, int layer, const Group& group, int head, char* scratch, Upcoming* upcoming) {
     const int* rows = group_rows_.data() + group.begin;
     Carve carve{scratch};
     AttendJob job = queries_of(step, layer, head, rows, group.count, carve);
     job.split = group.split;
+    job.upcoming = upcoming;
     kernels.attend(job);
     for (int i = 0; i < job.queries; i++) {
         const std::ptrdiff_t to = (part_offset_[rows[i / group_size_]] + group.split) * spec.num_heads + head * group_size_ + i % group_size_;
@@ -278,15 +281,32 @@ void Decoder::merge_row(int row) {
 }
 
 void Decoder::attention(const Step& step, int layer, char* scratch) {
-    const int heads = spec.num_kv_heads, tiles = static_cast<int>(tiles_.size()) * heads, items = tiles + static_cast<int>(groups_.size()) * heads;
-    // The heads of a group lie side by side in memory: one thread takes them all, unless there are too few groups for that.
-    const int chunk = items >= 4 * heads * omp_get_num_threads() ? heads : 1;
-#pragma omp for schedule(dynamic, chunk)
-    for (int i = 0; i < items; i++) {
-        if (i < tiles)
-            attend_tile(step, layer, tiles_[i / heads], i % heads, scratch);
-        else
-            attend_group(step, layer, groups_[(i - tiles) / heads], (i - tiles) % heads, scratch);
+    const int heads = spec.num_kv_heads, tiles = static_cast<int>(tiles_.size()), groups = static_cast<int>(groups_.size());
+    if (!heads_together_) {
+#pragma omp for schedule(dynamic, 1)
+        for (int i = 0; i < (tiles + groups) * heads; i++) {
+            if (i < tiles * heads)
+                attend_tile(step, layer, tiles_[i / heads], i % heads, scratch);
+            else
+                attend_group(step, layer, groups_[i / heads - tiles], i % heads, scratch, nullptr);
+        }
+    } else {
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int i = 0; i < tiles; i++)
+            for (int h = 0; h < heads; h++) attend_tile(step, layer, tiles_[i], h, scratch);
+        // A thread takes a few groups, so that it knows whose keys and values are next.
+        const int block = std::min(8, std::max(1, groups / (4 * omp_get_num_threads())));
+#pragma omp for schedule(dynamic, 1)
+        for (int b = 0; b < (groups + block - 1) / block; b++)
+            for (int i = b * block; i < std::min(groups, (b + 1) * block); i++) {
+                Upcoming next{};
+                if (i + 1 < std::min(groups, (b + 1) * block)) {
+                    const Group& group = groups_[i + 1];
+                    const int row = group_rows_[group.begin];
+                    next = {view(step, layer, row_slot_[row], 0), group.split * SPLIT, std::min(row_position_[row] + 1, (group.split + 1) * SPLIT)};
+                }
+                for (int h = 0; h < heads; h++) attend_group(step, layer, groups_[i], h, scratch, &next);
+            }
     }
     const int rows = static_cast<int>(row_slot_.size());
 #pragma omp for schedule(dynamic, 16)
@@ -322,6 +342,8 @@ void Decoder::forward(const Step& step, int threads) {
     plan(step);
     const int tokens = static_cast<int>(row_slot_.size()), heads = spec.num_heads, kv_heads = spec.num_kv_heads, dim = spec.head_dim;
     reserve(tokens, step.num_logit_rows, threads);
+    // The heads of a group lie side by side in memory: one thread takes them all, unless there are too few groups for that.
+    heads_together_ = static_cast<int>(tiles_.size() + groups_.size()) >= 4 * threads;
     const int qkv_width = query_width_ + 2 * kv_width_, half = spec.rotary / 2;
     const int page_shift = log2_of(step.page_size), in_page = step.page_size - 1;
     const std::ptrdiff_t kv_stride = static_cast<std::ptrdiff_t>(kv_heads) * dim;

@@ -116,7 +116,7 @@ private:
     void attention(const Step& step, int layer, char* scratch);
     AttendJob queries_of(const Step& step, int layer, int head, const int* rows, int count, Carve& carve);
     void attend_tile(const Step& step, int layer, const Tile& tile, int head, char* scratch);
-    void attend_group(const Step& step, int layer, const Group& group, int head, char* scratch);
+    void attend_group(const Step& step, int layer, const Group& group, int head, char* scratch, Upcoming* upcoming);
     void merge_row(int row);
     void write_taps(const Step& step, int layer, bool normed, char* scratch);
     KVView view(const Step& step, int layer, int slot, int head) const;
@@ -131,6 +131,7 @@ private:
     std::vector<Tile> tiles_;
     std::vector<Group> groups_;
     int num_parts_ = 0;
+    bool heads_together_ = false;
 
     Buffer<float> x_, qkv_, sums_, act_sums_, parts_, part_max_, part_sum_;
     Buffer<bf16> normed_, q_, attended_, act_, head_rows_;

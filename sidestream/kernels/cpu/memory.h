@@ -17,9 +17,17 @@ struct Free {
     void operator()(void* p) const { std::free(p); }
 };
 
-inline std::unique_ptr<void, Free> aligned(std::size_t alignment, std::size_t bytes) {
-    void* p = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
+
+// Memory for a long time; what is large lies in huge pages where the system has them.
+inline std::unique_ptr<void, Free> aligned(std::size_t bytes) {
+    const std::size_t alignment = bytes < HUGE_PAGE ? 64 : HUGE_PAGE;
+    bytes = (bytes + alignment - 1) / alignment * alignment;
+    void* p = std::aligned_alloc(alignment, bytes);
     if (!p) throw std::bad_alloc();
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    if (alignment == HUGE_PAGE) madvise(p, bytes, MADV_HUGEPAGE);
+#endif
     return std::unique_ptr<void, Free>(p);
 }
 
@@ -30,11 +38,8 @@ public:
         bytes = (bytes + 63) / 64 * 64;
         if (blocks_.empty() || used_ + bytes > size_) {
             size_ = bytes > BLOCK ? bytes : BLOCK;
-            blocks_.push_back(aligned(HUGE_PAGE, size_));
+            blocks_.push_back(aligned(size_));
             used_ = 0;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-            madvise(blocks_.back().get(), size_, MADV_HUGEPAGE);
-#endif
         }
         void* p = static_cast<char*>(blocks_.back().get()) + used_;
         used_ += bytes;
@@ -44,7 +49,7 @@ public:
     std::size_t total() const { return total_; }
 
 private:
-    static constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20, BLOCK = std::size_t{32} << 20;
+    static constexpr std::size_t BLOCK = std::size_t{32} << 20;
     std::vector<std::unique_ptr<void, Free>> blocks_;
     std::size_t used_ = 0, size_ = 0, total_ = 0;
 };
@@ -54,7 +59,7 @@ template <class T> class Buffer {
 public:
     T* reserve(std::size_t count) {
         if (count > count_) {
-            data_ = aligned(64, count * sizeof(T));
+            data_ = aligned(count * sizeof(T));
             count_ = count;
             for (std::size_t i = 0; i < count; i++) get()[i] = T{};
         }

@@ -224,8 +224,8 @@ NB_MODULE(_native, m) {
         Buffer<bf16> padded_q;
         padded_q.reserve(n * padded);
         for (std::size_t i = 0; i < n; i++) std::copy_n(at<const bf16>(q) + i * static_cast<std::size_t>(head_dim), head_dim, padded_q.get() + i * padded);
-        AttendJob job{{at<const bf16>(std::get<0>(kv)), at<const bf16>(std::get<1>(kv)), std::get<2>(kv), at<const std::int32_t>(std::get<3>(kv)), std::get<4>(kv)},
-                      0, head_dim, static_cast<int>(padded), queries, padded_q.get(), first, last, scale, part_max.get(), part_sum.get(), part.get(), scratch.get()};
+        AttendJob job{{at<const bf16>(std::get<0>(kv)), at<const bf16>(std::get<1>(kv)), std::get<2>(kv), at<const std::int32_t>(std::get<3>(kv)), std::get<4>(kv), head_dim},
+                      0, head_dim, static_cast<int>(padded), queries, padded_q.get(), first, last, scale, part_max.get(), part_sum.get(), part.get(), scratch.get(), nullptr};
         for (; job.split <= *std::max_element(last, last + queries) / SPLIT; job.split++) {
             kernels.attend(job);
             for (std::size_t i = 0; i < n; i++)

@@ -99,6 +99,7 @@ inline Pair broadcast_pair(const bf16* p) {
 }
 inline F dot(F acc, Pairs w, Pair x) { return fma(w.second, x.second, fma(w.first, x.first, acc)); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // no nearer than the second cache
 
 struct Nibbles {
     __m256i words;

@@ -70,6 +70,7 @@ inline Pair broadcast_pair(const bf16* p) {
 }
 inline F dot(F acc, Pairs w, Pair x) { return _mm512_dpbf16_ps(acc, w, x); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // no nearer than the second cache
 
 // 16 words of nibbles -> pairs i = 0..3 as the bfloat16 integers 128 + q.
 struct Nibbles {

@@ -130,6 +130,7 @@ inline void store_pairs(bf16* p, Pairs v) {
 inline Pair broadcast_pair(const bf16* p) { return {set1(widen_one(p[0])), set1(widen_one(p[1]))}; }
 inline F dot(F acc, Pairs w, Pair x) { return fma(w.second, x.second, fma(w.first, x.first, acc)); }
 inline void prefetch(const void*) {}
+inline void prefetch_far(const void*) {}
 
 struct Nibbles {
     U words;
