@@ -165,6 +165,10 @@ def test_a_row_has_the_same_bits_in_any_company(isa, kind, packing):
     for rows in range(2, 34):
         assert torch.equal(product(isa, packing, kind, weight, outputs, cols, x[:rows]), alone[:rows]), rows
     assert torch.equal(product(isa, packing, kind, weight, outputs, cols, x[11:]), alone[11:])
+    many = activations(301, cols)  # more than one block of rows
+    together = product(isa, packing, kind, weight, outputs, cols, many)
+    for row in [*range(0, 301, 25), 300]:
+        assert torch.equal(product(isa, packing, kind, weight, outputs, cols, many[row : row + 1]), together[row : row + 1]), row
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])

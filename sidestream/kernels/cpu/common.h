@@ -164,7 +164,7 @@ struct Kernels {
 constexpr SIDESTREAM_INLINE std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to * to; }
 
 // The tile of products in float32, and behind it a panel that is expanded to bf16 when many rows use it.
-constexpr std::size_t TILE_BYTES = 256 * PANEL * sizeof(float);
+constexpr std::size_t TILE_BYTES = 512 * PANEL * sizeof(float);
 constexpr SIDESTREAM_INLINE std::size_t matmul_scratch_bytes(std::size_t cols) { return TILE_BYTES + PANEL * round_up(cols, GROUP) * sizeof(bf16); }
 
 constexpr SIDESTREAM_INLINE std::size_t attend_scratch_bytes(std::size_t head_dim) {

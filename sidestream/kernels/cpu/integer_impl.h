@@ -10,10 +10,7 @@ constexpr int INTEGER_PANELS = 2;  // panels whose products wait for the epilogu
 static_assert(VECTORS % INTEGER_VECTORS == 0 && INTEGER_PANELS <= BLOCK_PANELS, "tiles fill a panel, and fit the scratch");
 
 #if defined(__AMX_INT8__)
-#ifndef MUR
-#define MUR 8
-#endif
-constexpr int MATRIX_UNIT_ROWS = MUR;  // from here on the matrix unit is faster
+constexpr int MATRIX_UNIT_ROWS = 8;  // from here on the matrix unit is faster
 #endif
 
 constexpr int group_bytes(int bits) { return GROUP * PANEL * bits / 8; }

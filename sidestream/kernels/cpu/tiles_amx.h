@@ -4,7 +4,7 @@
 // takes numbers below the smallest normal one for zero. Where vectors are faster (one row of quantised weights, which it could not read as
 // they are) they do the very same.
 
-constexpr int ROW_BLOCK = 128;   // rows whose products wait for the epilogue
+constexpr int ROW_BLOCK = 256;   // rows whose products wait for the epilogue
 constexpr int BLOCK_PANELS = 2;  // panels likewise
 constexpr int CHUNK = 3;         // groups whose products leave the unit together
 

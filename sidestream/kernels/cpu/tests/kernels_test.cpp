@@ -77,23 +77,32 @@ std::vector<std::uint8_t> stored_rows(Stored stored, int rows, int cols) {
     return bytes;
 }
 
-void test_matmul(const Kernels& kernels, Stored stored, int outputs, int cols) {
+void test_matmul(const Kernels& kernels, Stored stored, Packing packing, int outputs, int cols) {
     Arena arena;
     const std::vector<std::uint8_t> source = stored_rows(stored, outputs, cols);
-    const Matrix w = pack(stored, {source.data()}, outputs, cols, Packing::STORED, arena);
+    const Matrix w = pack(stored, {source.data()}, outputs, cols, packing, arena);
     const int ldx = static_cast<int>(round_up(static_cast<std::size_t>(cols), PANEL));
     std::vector<float> alone;
-    for (const int rows : {25, 1, 2, 7, 16}) {
+    for (const int rows : {25, 1, 2, 7, 16, 37}) {
         Exact<bf16> x(static_cast<std::size_t>(rows) * ldx);
         std::mt19937 same(2);
         for (int i = 0; i < rows; i++)
             for (int k = 0; k < cols; k++) x.get()[i * ldx + k] = narrow(std::normal_distribution<float>()(same));
         Exact<float> sums(static_cast<std::size_t>(rows) * ldx / GROUP), y(static_cast<std::size_t>(rows) * outputs), bias(static_cast<std::size_t>(w.panels) * PANEL);
         Exact<char> scratch(matmul_scratch_bytes(static_cast<std::size_t>(ldx)) + 64);
-        for (int i = 0; i < rows; i++) kernels.group_sums(x.get() + i * ldx, ldx, sums.get() + i * ldx / GROUP);
+        const std::size_t groups = static_cast<std::size_t>(rows) * ldx / GROUP;
+        Exact<std::int8_t> values(groups * GROUP);
+        Exact<float> scales8(groups), sums8(groups);
+        Exact<std::int32_t> offsets8(groups);
+        const Int8Rows x8{values.get(), scales8.get(), sums8.get(), offsets8.get(), ldx};
+        for (int i = 0; i < rows; i++) {
+            kernels.group_sums(x.get() + i * ldx, ldx, sums.get() + i * ldx / GROUP);
+            kernels.quantize(x.get() + i * ldx, ldx, x8.from(i));
+        }
         MatmulJob job{};
         job.w = &w;
         job.x = {x.get(), sums.get(), ldx};
+        job.x8 = x8;
         job.rows = rows;
         job.y = y.get();
         job.ldy = outputs;
@@ -274,9 +283,12 @@ void test_decoder(const Kernels& kernels, const Spec& spec, Stored stored, int p
 
 int main() {
     for (const Kernels* kernels : supported_kernels()) {
-        for (const auto& [outputs, cols] : {std::pair{1, 1}, {33, 7}, {70, 33}, {31, 250}}) test_matmul(*kernels, Stored::BF16, outputs, cols);
+        for (const auto& [outputs, cols] : {std::pair{1, 1}, {33, 7}, {70, 33}, {31, 250}}) test_matmul(*kernels, Stored::BF16, Packing::STORED, outputs, cols);
         for (const Stored stored : {Stored::Q4_0, Stored::Q4_1, Stored::Q8_0})
-            for (const auto& [outputs, cols] : {std::pair{1, 32}, {33, 64}, {70, 160}}) test_matmul(*kernels, stored, outputs, cols);
+            for (const auto& [outputs, cols] : {std::pair{1, 32}, {33, 64}, {70, 160}}) {
+                test_matmul(*kernels, stored, Packing::STORED, outputs, cols);
+                test_matmul(*kernels, stored, stored == Stored::Q8_0 ? Packing::INT8 : Packing::INT4, outputs, cols);
+            }
         test_sampling(*kernels);
         Spec spec{50, 48, 2, 4, 2, 20, 40, 20, 1e-5f, 0.2f, 1.0f, 1.0f, Activation::SILU, false, {0, 40}};
         for (const int page_size : {1, 256}) test_decoder(*kernels, spec, Stored::BF16, page_size);
