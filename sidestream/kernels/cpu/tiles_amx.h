@@ -7,6 +7,8 @@
 constexpr int ROW_BLOCK = 256;   // rows whose products wait for the epilogue
 constexpr int BLOCK_PANELS = 2;  // panels likewise
 constexpr int CHUNK = 3;         // groups whose products leave the unit together
+constexpr int FEW_ROWS = 8;      // up to here what counts is how fast weights are expanded
+constexpr int FEW_CHUNK = 4;     // and so many groups leave together
 
 constexpr int HALF = GROUP * 16;  // elements of a tile of weights
 
@@ -172,6 +174,7 @@ public:
     void grouped(int rows, int np, const Rows& x, int groups, const Source& source, const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
         const FlushSubnormals flush;
         if (rows == 1) return one_row(np, x, groups, source, scales, out);
+        if (rows <= FEW_ROWS) return few(rows, np, x, groups, source, scales, out, ldo);
         alignas(64) bf16 weights[CHUNK][GROUP * PANEL];
         Scaled<Source::OFFSET> scaled;
         chunks<false>(rows, np, groups, out, ldo, scaled, x, {x.x, x.ld * 2, x.ld * 32, GROUP * 2}, [&](int p, int first, int count) {
@@ -322,6 +325,82 @@ private:
             _tile_stored(1, out + 16, out_bytes);
             _tile_stored(2, out + 16 * ldo, out_bytes);
             _tile_stored(3, out + 16 * ldo + 16, out_bytes);
+        }
+    }
+
+    // Few rows: weights are written two groups ahead, and products are summed when those of the next groups are on their way.
+    template <class Source>
+    void few(int m, int np, const Rows& x, int groups, const Source& source, const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        alignas(64) bf16 weights[4][GROUP * PANEL];
+        alignas(64) float products[2][FEW_CHUNK][FEW_ROWS * PANEL];
+        configure(m, m, false);
+        Source ahead{source.data, 0};
+        int panels_ahead = 0, groups_ahead = 0;
+        const auto write = [&](bf16* to) __attribute__((always_inline)) {
+            if (panels_ahead == np) return;
+            expand_group(ahead, groups_ahead, to);
+            if (++groups_ahead < groups) return;
+            groups_ahead = 0;
+            panels_ahead++;
+            ahead.data += source.panel_stride;
+        };
+        write(weights[0]);
+        write(weights[1]);
+        for (int p = 0, turn = 0, slot = 0; p < np; p++, out += PANEL)
+            for (int first = 0; first < groups; first += FEW_CHUNK, turn ^= 1) {
+                const int count = least(FEW_CHUNK, groups - first);
+                for (int c = 0; c < count; c++, slot++) {
+                    write(weights[(slot + 2) % 4]);
+                    multiply_few(slot % 2, x.x + (first + c) * GROUP, x.ld * 2, weights[slot % 4], products[turn][c]);
+                }
+                if (first) sum_few<Source::OFFSET>(m, FEW_CHUNK, x, first - FEW_CHUNK, p, products[turn ^ 1], scales, out, ldo);
+                if (first + FEW_CHUNK >= groups) sum_few<Source::OFFSET>(m, count, x, first, p, products[turn], scales, out, ldo);
+            }
+    }
+
+    // Registers by turns, so that one group need not wait for the other.
+    static inline void multiply_few(int turn, const bf16* x, long x_bytes, const bf16* w, float* products) {
+        asm volatile("" ::: "memory");  // GCC 12's tile loads do not say that they read memory
+        _tile_loadd(6, w, 64);
+        _tile_loadd(7, w + HALF, 64);
+        if (turn) {
+            _tile_zero(2);
+            _tile_zero(3);
+            _tile_loadd(5, x, x_bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+            _tile_stored(2, products, 4 * PANEL);
+            _tile_stored(3, products + 16, 4 * PANEL);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_loadd(4, x, x_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_stored(0, products, 4 * PANEL);
+            _tile_stored(1, products + 16, 4 * PANEL);
+        }
+    }
+
+    template <bool OFFSET>
+    static void sum_few(int m, int count, const Rows& x, int first, int p, const float (*products)[FEW_ROWS * PANEL], const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
+        F scale[FEW_CHUNK][VECTORS], offset[FEW_CHUNK][VECTORS];
+#pragma GCC unroll 8
+        for (int c = 0; c < FEW_CHUNK; c++)
+            if (c < count)
+                for (int v = 0; v < VECTORS; v++) scales.load_group(first + c, p, v, scale[c][v], offset[c][v]);
+        for (int i = 0; i < m; i++) {
+            F acc[VECTORS];
+            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
+            const float* sums = OFFSET ? x.sums + i * (x.ld / GROUP) + first : nullptr;
+#pragma GCC unroll 8
+            for (int c = 0; c < FEW_CHUNK; c++)
+                if (c < count)
+                    for (int v = 0; v < VECTORS; v++) {
+                        if (OFFSET) acc[v] = fma(set1(sums[c]), offset[c][v], acc[v]);
+                        acc[v] = fma(load(products[c] + i * PANEL + v * LANES), scale[c][v], acc[v]);
+                    }
+            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
         }
     }
 
