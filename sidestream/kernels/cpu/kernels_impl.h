@@ -83,7 +83,7 @@ struct NibbleSource {
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++) {
                     const std::uint32_t* at = base + p * panel_stride + j * PANEL + v * LANES;
-                    prefetch(at + 256);
+                    prefetch(at + 4096);
                     const Nibbles n(at);
                     w0[p * VECTORS + v] = n.pairs<0>();
                     w1[p * VECTORS + v] = n.pairs<1>();
@@ -112,7 +112,7 @@ struct ByteSource {
 #pragma GCC unroll 8
                 for (int v = 0; v < VECTORS; v++) {
                     const std::int8_t* at = base + p * panel_stride + quad * (4 * PANEL) + v * (4 * LANES);
-                    prefetch(at + 1024);
+                    prefetch(at + 16384);
                     const Bytes n(at);
                     w0[p * VECTORS + v] = n.pairs<0>();
                     w1[p * VECTORS + v] = n.pairs<1>();
