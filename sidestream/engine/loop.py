@@ -21,8 +21,8 @@ from sidestream.engine.collect import StepRows, collect_rows, hidden_rows
 from sidestream.engine.copies import Copies, GenerationBatchResult, host_array
 from sidestream.engine.questions import Questions, stats
 from sidestream.engine.request import MAX_JUMP, Constraint, FinishReason, Request, StopMatcher
+from sidestream.engine.rows import NOTHING_ADMITTED
 from sidestream.engine.runner import Masks, Runner
-from sidestream.engine.sampling import NOTHING_ADMITTED
 from sidestream.engine.scheduler import Scheduler
 from sidestream.engine.streams import Launched
 from sidestream.errors import NoToken

@@ -73,6 +73,13 @@ class DeviceMemory:
             slots, columns, pages = self.upload(page_updates).unbind(1)
             self.page_table[slots, columns] = pages.to(torch.int32)
 
+    def put_tokens(self, slots: Ints, positions: Ints, tokens: Tensor) -> None:
+        """What was sampled becomes input. A row without a token gets 0: the next step may be under way when the host learns of it."""
+        if self.device.type == "cpu":  # PyTorch takes longer to see that there is little to do
+            self.token_table.numpy()[slots, positions] = np.maximum(tokens.numpy(), 0)
+        else:
+            self.token_table[self.upload(slots), self.upload(positions)] = tokens.clamp(min=0)
+
     def poison(self, pages: list[int]) -> None:
         """Fill pages with NaN: for tests, so that reading a page after it was freed becomes visible."""
         index = torch.tensor(pages, device=self.device)[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from sidestream.kernels import cpu
 
+# In place of a token, for a row from which none can be taken: the failure travels with the tokens, at no cost.
+NOTHING_ADMITTED = -1  # every token is masked out
+NOT_FINITE = -2  # the best logit is NaN or infinity
+
 NUCLEUS_CANDIDATES = 256  # top-p looks at this many best tokens first; a full sort follows only for rows whose nucleus is larger
 
 
@@ -27,12 +31,13 @@ def admit(logits: Tensor, masks: Tensor) -> Tensor:
     return logits.masked_fill(~admitted, -torch.inf)
 
 
-def best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each row and its id; a NaN is larger than every number. [rows] float32, [rows] int64."""
+def greedy(logits: Tensor) -> Tensor:
+    """The best token of each row, NOTHING_ADMITTED or NOT_FINITE where there is none. [rows] int32"""
     if _is_native(logits):
-        return cpu.argmax(logits)
-    values, ids = logits.max(-1)
-    return values, ids
+        return cpu.greedy(logits, NOTHING_ADMITTED, NOT_FINITE)
+    best, tokens = logits.max(-1)
+    failure = torch.where(best.isneginf(), NOTHING_ADMITTED, NOT_FINITE)
+    return torch.where(best.isfinite(), tokens, failure).to(torch.int32)
 
 
 def logsumexp(logits: Tensor) -> Tensor:

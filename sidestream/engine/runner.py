@@ -110,10 +110,9 @@ class Runner:
     def _sample(self, batch: Batch, logits: Tensor, masks: Masks | None) -> tuple[Tensor, LogprobBlock | None]:
         plan, memory = batch.sampling, self.memory
         sampled = sample(logits, plan, memory.token_table, memory.upload, masks)
-        tokens = sampled.tokens.clamp(min=0)  # the next step may be under way when the host learns that a row has none
-        memory.token_table[memory.upload(plan.slots), memory.upload(plan.lengths)] = tokens
+        memory.put_tokens(plan.slots, plan.lengths, sampled.tokens)
         wanted = batch.outputs.next_token
-        return sampled.tokens, None if wanted is None else self._score_next(wanted, logits, sampled.processed, tokens)
+        return sampled.tokens, None if wanted is None else self._score_next(wanted, logits, sampled.processed, sampled.tokens.clamp(min=0))
 
     def _score_next(self, wanted: ScorePlan, logits: Tensor, processed: Tensor, tokens: Tensor) -> LogprobBlock:
         upload = self.memory.upload

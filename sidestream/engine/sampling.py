@@ -27,10 +27,6 @@ from sidestream.engine.request import Feature, Request
 
 Upload = Callable[[npt.NDArray[np.generic]], Tensor]
 
-# In place of a token, for a row from which none can be taken: the failure travels with the tokens, at no cost.
-NOTHING_ADMITTED = -1  # every token is masked out
-NOT_FINITE = -2  # the best logit is NaN or infinity
-
 
 @dataclass(frozen=True)
 class SamplingPlan:
@@ -53,7 +49,7 @@ class SamplingPlan:
 
 
 class Sampled(NamedTuple):
-    tokens: Tensor  # [rows] int32; NOTHING_ADMITTED or NOT_FINITE where there is none
+    tokens: Tensor  # [rows] int32; rows.NOTHING_ADMITTED or rows.NOT_FINITE where there is none
     processed: Tensor  # [rows, vocabulary] float32 logits of the output distribution (temperature 1 at temperature 0)
 
 
@@ -135,16 +131,14 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def sample(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Sampled:
     """Choose one token per row. logits: [rows, vocabulary] float32, left as they are. mask: [rows, ceil(vocabulary/32)] packed bits."""
     edited = _edit(logits, plan, token_table, upload, mask)
-    best, tokens = row_ops.best(edited)
-    failure = torch.where(best.isneginf(), NOTHING_ADMITTED, NOT_FINITE)
+    best = row_ops.greedy(edited)
     if plan.temperature is None or plan.uniform is None:
-        return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), edited)
+        return Sampled(best, edited)
     temperature = upload(plan.temperature)[:, None]  # [rows, 1]
     greedy = temperature == 0
     processed = _filter(edited / torch.where(greedy, 1, temperature), plan, upload)
     drawn = row_ops.draw(processed, upload(plan.uniform))
-    tokens = torch.where(greedy[:, 0], tokens, drawn)
-    return Sampled(torch.where(best.isfinite(), tokens, failure).to(torch.int32), processed)
+    return Sampled(torch.where(greedy[:, 0] | (best < 0), best, drawn.to(torch.int32)), processed)
 
 
 def _edit(logits: Tensor, plan: SamplingPlan, token_table: Tensor, upload: Upload, mask: npt.NDArray[np.uint32] | None) -> Tensor:

@@ -24,10 +24,8 @@ from sidestream.engine import rows as row_ops
 from sidestream.engine import sampling as module
 from sidestream.engine.outputs import LogprobBlock, ScorePlan
 from sidestream.engine.request import Feature, Request
-from sidestream.engine.rows import NUCLEUS_CANDIDATES
+from sidestream.engine.rows import NOT_FINITE, NOTHING_ADMITTED, NUCLEUS_CANDIDATES
 from sidestream.engine.sampling import (
-    NOT_FINITE,
-    NOTHING_ADMITTED,
     Sampled,
     SamplingPlan,
     plan_sampling,

@@ -23,6 +23,7 @@ SOURCES = sorted([*(PACKAGE / "engine").glob("*.py"), PACKAGE / "models" / "deco
 ALLOWED = {
     ("loop.py", "process_batch_result"): "a list of `host_array(...)`, numpy",
     ("outputs.py", "plan"): "host arithmetic, numpy",
+    ("memory.py", "put_tokens"): "where there is no device but the CPU",
     ("copies.py", "copy_late"): "the event of the one late row",
     ("copies.py", "wait"): "the step's copy_done",
     ("copies.py", "host_array"): "the door itself",

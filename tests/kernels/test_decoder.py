@@ -419,4 +419,4 @@ def test_wrong_calls_are_refused(native: ModuleType) -> None:
     with pytest.raises(ValueError, match="k: got 4, must be from 1 to 3"):
         cpu.top_k(torch.zeros(1, 3), 4)
     with pytest.raises(ValueError, match=r"logits: got \(3,\)"):
-        cpu.argmax(torch.zeros(3))
+        cpu.greedy(torch.zeros(3), -1, -2)

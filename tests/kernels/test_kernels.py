@@ -195,28 +195,26 @@ def test_admit(use_isa: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
-def test_argmax_and_top_k(use_isa: str, kind: str) -> None:
+def test_greedy_and_top_k(use_isa: str, kind: str) -> None:
     random = generator(6)
     for n in LENGTHS:
         x = torch.stack([one_row(kind, n, random) for _ in range(5)])
         # Stable, so of equal ones the lower id is first; NaN goes last.
         order = torch.from_numpy(np.argsort(-x.numpy(), axis=1, kind="stable"))
-        best, first = cpu.argmax(x)
-        if kind == "NaN":
-            broken = x.isnan().any(-1)
-            assert torch.equal(best.isnan(), broken) and torch.equal(first[broken], x.isnan().int().argmax(-1)[broken])
-            order_known = ~broken
-        else:
-            order_known = torch.ones(len(x), dtype=torch.bool)
-        assert torch.equal(first[order_known], order[:, 0][order_known])
-        assert torch.equal(best[order_known], x.gather(1, order[:, :1])[:, 0][order_known])
+        best = x.amax(-1)  # NaN if one is
+        assert torch.equal(cpu.greedy(x, -7, -8).long(), torch.where(best.isfinite(), order[:, 0], torch.where(best.isneginf(), -7, -8)))
         for k in sorted({1, min(5, n), min(100, n), n}):
             values, ids = cpu.top_k(x, k)
             want = x.gather(1, order[:, :k])
             real = ~want.isnan()
             assert torch.equal(ids[real].long(), order[:, :k][real]) and torch.equal(values[real], want[real])
             assert (values[~real] == -math.inf).all()
-    assert cpu.argmax(torch.full((2, 5), math.nan))[1].tolist() == [0, 0]
+    assert cpu.greedy(torch.tensor([[1.0, math.nan], [1.0, math.inf], [-math.inf, -math.inf], [1.0, 1.0]]), -1, -2).tolist() == [
+        -2,
+        -2,
+        -1,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ROW_KINDS if kind != "NaN"])

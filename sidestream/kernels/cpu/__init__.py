@@ -56,12 +56,15 @@ def admit(logits: Tensor, masks: Tensor) -> Tensor:
     return out
 
 
-def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest value of each row and its index, of equal ones the first; NaN is the largest. [rows, n] -> float32, int64 [rows]."""
+def greedy(logits: Tensor, nothing: int, not_finite: int) -> Tensor:
+    """The index of the largest value of each row, of equal ones the first. [rows, n] -> int32 [rows]
+
+    In its place `nothing` where all are -inf, and `not_finite` where it is infinite, or one is NaN.
+    """
     rows, n = _check_rows(logits)
-    values, ids = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
-    _extension().argmax(isa(), logits.data_ptr(), rows, n, values.data_ptr(), ids.data_ptr(), torch.get_num_threads())
-    return values, ids
+    ids = torch.empty(rows, dtype=torch.int32)
+    _extension().greedy(isa(), logits.data_ptr(), rows, n, nothing, not_finite, ids.data_ptr(), torch.get_num_threads())
+    return ids
 
 
 def logsumexp(logits: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ float*& find_vector(Decoder& decoder, int layer, const std::string& name) {
 
 template <class Fn> void over_rows(int rows, int threads, Fn&& fn) {
     nb::gil_scoped_release release;
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+#pragma omp parallel for num_threads(threads < rows ? threads : rows > 0 ? rows : 1) schedule(dynamic, 1)
     for (int i = 0; i < rows; i++) fn(static_cast<std::ptrdiff_t>(i));
 }
 
@@ -136,9 +136,14 @@ NB_MODULE(_native, m) {
             kernels.admit(at<const float>(x) + i * n, at<const std::uint32_t>(masks) + i * words, n, at<float>(out) + i * n);
         });
     });
-    m.def("argmax", [](const std::string& isa, Address x, int rows, int n, Address values, Address ids, int threads) {
+    // The id of the best, or what stands for none: `nothing` where all are -inf, `not_finite` where it is NaN or infinite.
+    m.def("greedy", [](const std::string& isa, Address x, int rows, int n, std::int32_t nothing, std::int32_t not_finite, Address ids, int threads) {
         const Kernels& kernels = kernels_named(isa);
-        over_rows(rows, threads, [&](std::ptrdiff_t i) { at<std::int64_t>(ids)[i] = kernels.argmax(at<const float>(x) + i * n, n, at<float>(values) + i); });
+        over_rows(rows, threads, [&](std::ptrdiff_t i) {
+            float value;
+            const int id = kernels.argmax(at<const float>(x) + i * n, n, &value);
+            at<std::int32_t>(ids)[i] = value - value == 0.0f ? id : value == -__builtin_inff() ? nothing : not_finite;
+        });
     });
     m.def("nucleus", [](const std::string& isa, Address x, int rows, int n, Address masses, Address out, int threads) {
         const Kernels& kernels = kernels_named(isa);

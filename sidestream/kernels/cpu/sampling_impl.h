@@ -7,11 +7,15 @@ inline F load_tail(const float* x, int n) {  // the rest is -inf
 }
 
 inline float largest(const float* x, int n) {
-    F most = set1(-__builtin_inff());
+    F most[4];
+    for (F& one : most) one = set1(-__builtin_inff());
     int i = 0;
-    for (; i + LANES <= n; i += LANES) most = max(load(x + i), most);
-    if (i < n) most = max(load_tail(x + i, n - i), most);
-    return reduce_max(most);
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) most[j] = max(load(x + i + j * LANES), most[j]);
+    for (; i + LANES <= n; i += LANES) most[0] = max(load(x + i), most[0]);
+    if (i < n) most[1] = max(load_tail(x + i, n - i), most[1]);
+    return reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
 }
 
 void admit(const float* x, const std::uint32_t* mask, int n, float* out) {
@@ -27,16 +31,27 @@ void admit(const float* x, const std::uint32_t* mask, int n, float* out) {
     }
 }
 
+// Block by block, so that the place of the best is looked for in one of them only.
 int argmax(const float* x, int n, float* value) {
-    bool nan = false;
-    int i = 0;
-    for (; i + LANES <= n; i += LANES) nan |= any_nan(load(x + i));
-    if (i < n) nan |= any_nan(load_tail(x + i, n - i));
-    const float m = nan ? __builtin_nanf("") : largest(x, n);
-    *value = m;
-    for (i = 0; i < n; i++)
-        if (nan ? x[i] != x[i] : x[i] == m) return i;
-    return 0;
+    constexpr int BLOCK = 1024;
+    int best = 0;
+    *value = -__builtin_inff();
+    for (int start = 0; start < n; start += BLOCK) {
+        const int count = n - start < BLOCK ? n - start : BLOCK;
+        bool nan = false;
+        int i = 0;
+        for (; i + LANES <= count; i += LANES) nan |= any_nan(load(x + start + i));
+        if (i < count) nan |= any_nan(load_tail(x + start + i, count - i));
+        const float m = largest(x + start, count);
+        if (nan) {
+            *value = __builtin_nanf("");
+            for (i = start; x[i] == x[i];) i++;
+            return i;
+        }
+        if (m > *value) *value = m, best = start;
+    }
+    while (x[best] != *value && best + 1 < n) best++;
+    return best;
 }
 
 float logsumexp(const float* x, int n) {
