@@ -18,12 +18,15 @@ Ints = npt.NDArray[np.int64]
 TokenUpload = tuple[int, int, npt.NDArray[np.int32]]  # slot, first position, token ids
 
 
-def _untouched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory as the system gives it. On a CPU in huge pages where there are any: attention reads a few kilobytes here and there,
-    and looking up small pages took a fifth of a step of many requests."""
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, page_size: int) -> Tensor:
+    """Only the null page is zero for sure: pages that were never written are never read, and host memory that was never touched costs
+    nothing. On a CPU in huge pages where there are any: attention reads a few kilobytes here and there, and looking up small pages took
+    a fifth of a step of many requests."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(shape, dtype=dtype, device=device)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        tensor[:, :page_size].zero_()
+        return tensor
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -52,11 +55,8 @@ class DeviceMemory:
         self.page_size = page_size
         self.device = device
         shape = (spec.num_layers, (num_pages + 1) * page_size, spec.num_kv_heads, spec.head_dim)
-        # Not zeroed: pages that were never written are never read, and untouched host memory costs nothing.
-        self.keys = _untouched(shape, dtype, device)
-        self.values = _untouched(shape, dtype, device)
-        self.keys[:, :page_size].zero_()
-        self.values[:, :page_size].zero_()
+        self.keys = _allocate(shape, dtype, device, page_size)
+        self.values = _allocate(shape, dtype, device, page_size)
         self.page_table = torch.zeros(slots, -(-context // page_size), dtype=torch.int32, device=device)
         self.token_table = torch.zeros(slots, context + 1, dtype=torch.int32, device=device)
 

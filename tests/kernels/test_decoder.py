@@ -317,7 +317,7 @@ def test_many_rows_over_one_prefix(native: ModuleType, use_isa: str) -> None:
     """More rows share the pages of a part than one tile of attention takes, and they end in different parts."""
     spec = make_spec(windows=(None, 100))
     decoder = NativeDecoder(spec, Weights(spec), context=CONTEXT, threads=1)
-    common, slots, size = random_tokens(spec, 512, 2), 60, 4
+    common, slots, size = random_tokens(spec, 512, 2), 100, 4
     pool = Pool.of(spec, size, slots, 128 + slots * 32 + 1, torch.bfloat16)
     want, lengths = [], []
     for slot in range(slots):

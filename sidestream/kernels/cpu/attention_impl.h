@@ -18,15 +18,22 @@ inline int elements_of(const KVView& kv, int position, int count, std::ptrdiff_t
     return count;
 }
 
-// Some of what is upcoming: a call for each 16 keys and each 16 values of every head is enough for all of it.
+// Some of what is upcoming. It is called for each 16 keys and each 16 values of every head.
 inline void fetch(Upcoming* upcoming) {
     if (!upcoming) return;
     const KVView& kv = upcoming->kv;
-    for (int i = 0; i < 3 && upcoming->position < upcoming->end; i++) {
+    for (int i = 0; i < upcoming->each && upcoming->position < upcoming->end; i++) {
         const std::ptrdiff_t at = element_of(kv, upcoming->position++);
         for (int d = 0; d < kv.ahead; d += 32) prefetch_far(kv.keys + at + d);
         for (int d = 0; d < kv.ahead; d += 32) prefetch_far(kv.values + at + d);
     }
+}
+
+// A head's own lines into the nearest cache, those of the heads behind it no nearer than the second. A line holds 32 elements.
+inline void fetch_position(const bf16* at, int head_dim, int ahead) {
+    int d = 0;
+    for (; d < head_dim; d += 32) prefetch(at + d);
+    for (; d < ahead; d += 32) prefetch_far(at + d);
 }
 
 // Keys base + [begin, end) -> a panel for every 32 keys, as weights [32 keys, padded_dim]; dims beyond the head, and keys up to whole panels, are zero.
@@ -39,12 +46,10 @@ inline void pack_keys(const KVView& kv, int base, int begin, int end, int head_d
         const int count = elements_of(kv, base + t, end - t, at);
         const std::uint32_t* rows[16];
         for (int i = 0; i < 16; i++) rows[i] = i < count ? (const std::uint32_t*)(kv.keys + at[i]) : nullptr;
-        for (int i = 0; i < count; i++)
-            for (int d = 0; d < kv.ahead; d += 32) prefetch(kv.values + at[i] + d);  // a line holds 32 of them
+        for (int i = 0; i < count; i++) fetch_position(kv.values + at[i], head_dim, kv.ahead);
         if (t + 16 < end) {
             const int next = elements_of(kv, base + t + 16, end - t - 16, at);
-            for (int i = 0; i < next; i++)
-                for (int d = 0; d < kv.ahead; d += 32) prefetch(kv.keys + at[i] + d);
+            for (int i = 0; i < next; i++) fetch_position(kv.keys + at[i], head_dim, kv.ahead);
         }
         std::uint32_t* to = (std::uint32_t*)(out + (std::ptrdiff_t)(t / PANEL) * (padded_dim * PANEL) + t % PANEL * GROUP);
         for (int c = 0; c < padded_dim / 2; c += 16, to += GROUP * PANEL / 2) {
@@ -94,7 +99,7 @@ inline bool any_nan(const float* x, int n) {
     return found != 0;
 }
 
-// The keys that a query sees of a split, counted from its start: [begin, end).
+// The keys that a query sees of a split, counted from its start: [begin, end), none where end <= begin.
 struct Seen {
     int begin, end;
 };

@@ -94,13 +94,14 @@ struct KVView {
     std::ptrdiff_t stride;      // elements between token positions of a page
     const std::int32_t* pages;  // page of each `page_size` positions
     int page_shift;             // log2 of the page size
-    int ahead;                  // elements of a position to fetch ahead: the head's, or also those of the heads behind it
+    int ahead;                  // elements of a position to fetch early: the head's, or also those of the heads behind it
 };
 
 // Keys and values that will be wanted soon, all heads of them: fetched little by little while something else is computed.
 struct Upcoming {
     KVView kv;
     int position, end;
+    int each;  // positions a call
 };
 
 // One part of attention: `queries` query vectors against the keys [SPLIT * split, SPLIT * (split + 1)) that each may see.
@@ -109,7 +110,7 @@ struct AttendJob {
     int split;
     int head_dim;
     int padded_dim;  // head_dim rounded up to 32
-    int queries;     // at most MAX_QUERIES
+    int queries;     // any number
     const bf16* q;   // [queries, padded_dim], zero beyond the head
     const int* first;  // [queries] absolute position of the first key that a query sees
     const int* last;   // [queries] of the last one; every query sees at least one key of some split, perhaps none of this one

@@ -92,7 +92,7 @@ void Decoder::reserve(int tokens, int logit_rows, int threads) {
 }
 
 // Who attends together. Spans of several tokens are cut into tiles of rows; single rows meet split by split, all that share the pages.
-void Decoder::plan(const Step& step) {
+void Decoder::plan(const Step& step, int threads) {
     row_slot_.clear();
     row_position_.clear();
     part_offset_.clear();
@@ -101,6 +101,9 @@ void Decoder::plan(const Step& step) {
     group_rows_.clear();
     single_rows_.clear();
     num_parts_ = 0;
+    // Large tiles pack less often, but every thread should have some.
+    const int rows = static_cast<int>(std::accumulate(step.lengths, step.lengths + step.num_spans, std::int64_t{0}));
+    const int rows_of_tile = std::clamp(rows * spec.num_kv_heads / (4 * threads), std::min(tile_rows_, std::max(1, SCORE_ROWS / group_size_)), tile_rows_);
     for (int s = 0; s < step.num_spans; s++) {
         const int start = static_cast<int>(step.starts[s]), length = static_cast<int>(step.lengths[s]), row = static_cast<int>(row_slot_.size());
         for (int i = 0; i < length; i++) {
@@ -109,7 +112,7 @@ void Decoder::plan(const Step& step) {
             part_offset_.push_back(-1);
         }
         if (length > 1) {
-            for (int i = 0; i < length; i += tile_rows_) tiles_.push_back({row + i, std::min(tile_rows_, length - i)});
+            for (int i = 0; i < length; i += rows_of_tile) tiles_.push_back({row + i, std::min(rows_of_tile, length - i)});
         } else if (length == 1) {
             part_offset_.back() = num_parts_;
             num_parts_ += start / SPLIT + 1;
@@ -303,7 +306,9 @@ void Decoder::attention(const Step& step, int layer, char* scratch) {
                 if (i + 1 < std::min(groups, (b + 1) * block)) {
                     const Group& group = groups_[i + 1];
                     const int row = group_rows_[group.begin];
-                    next = {view(step, layer, row_slot_[row], 0), group.split * SPLIT, std::min(row_position_[row] + 1, (group.split + 1) * SPLIT)};
+                    const int window = spec.windows[layer], seen = window ? std::max(0, row_position_[row] - window + 1) : 0;
+                    next = {view(step, layer, row_slot_[row], 0), std::max(group.split * SPLIT, seen),
+                            std::min(row_position_[row] + 1, (group.split + 1) * SPLIT), (8 + heads - 1) / heads};
                 }
                 for (int h = 0; h < heads; h++) attend_group(step, layer, groups_[i], h, scratch, &next);
             }
@@ -339,7 +344,7 @@ void Decoder::write_taps(const Step& step, int layer, bool normed, char* scratch
 }
 
 void Decoder::forward(const Step& step, int threads) {
-    plan(step);
+    plan(step, threads);
     const int tokens = static_cast<int>(row_slot_.size()), heads = spec.num_heads, kv_heads = spec.num_kv_heads, dim = spec.head_dim;
     reserve(tokens, step.num_logit_rows, threads);
     // The heads of a group lie side by side in memory: one thread takes them all, unless there are too few groups for that.

@@ -108,7 +108,7 @@ private:
 
     struct Carve;
 
-    void plan(const Step& step);
+    void plan(const Step& step, int threads);
     void reserve(int tokens, int logit_rows, int threads);
     void prepare(const bf16* x, int width, std::ptrdiff_t row);
     void linear(const Linear& w, const MatmulJob& job, void* scratch) const;

@@ -41,7 +41,7 @@ inline void tile_integer(const Int8Rows& x, int groups, const std::uint8_t* w, c
 #pragma GCC unroll 4
             for (int v = 0; v < V; v++) {
                 const std::uint8_t* at = w + quad * (4 * PANEL) + v * (4 * LANES);
-                prefetch(at + 2048);
+                prefetch(at + 16384);
                 first[v] = load_quads(at);
                 if (BITS == 4) {
                     second[v] = high_nibbles(first[v]);

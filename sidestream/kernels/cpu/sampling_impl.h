@@ -50,7 +50,7 @@ int argmax(const float* x, int n, float* value) {
         }
         if (m > *value) *value = m, best = start;
     }
-    while (x[best] != *value && best + 1 < n) best++;
+    while (x[best] != *value) best++;
     return best;
 }
 

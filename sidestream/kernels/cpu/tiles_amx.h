@@ -9,6 +9,7 @@ constexpr int BLOCK_PANELS = 2;  // panels likewise
 constexpr int CHUNK = 3;         // groups whose products leave the unit together
 constexpr int FEW_ROWS = 8;      // up to here what counts is how fast weights are expanded
 constexpr int FEW_CHUNK = 4;     // and so many groups leave together
+constexpr int MOST_GROUPS = FEW_CHUNK > CHUNK ? FEW_CHUNK : CHUNK;
 
 constexpr int HALF = GROUP * 16;  // elements of a tile of weights
 
@@ -75,9 +76,9 @@ struct alignas(64) Products {
     float of[CHUNK][MAX_ROWS * PANEL];
 };
 
-// out += products * scale + sums * offset, group after group.
+// out = (out, from the second chunk on) + products * scale + sums * offset, group after group. step: from a group's products to the next.
 template <bool OFFSET> struct Scaled {
-    alignas(64) float scale[CHUNK][PANEL], offset[CHUNK][PANEL];
+    alignas(64) float scale[MOST_GROUPS][PANEL], offset[MOST_GROUPS][PANEL];
 
     void set(const GroupScales& scales, int p, int first, int count) {
         for (int c = 0; c < count; c++)
@@ -89,7 +90,7 @@ template <bool OFFSET> struct Scaled {
             }
     }
 
-    template <int COUNT> inline void add(int m, const Rows& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) const {
+    template <int COUNT> inline void add(int m, const Rows& x, int first, const float* products, std::ptrdiff_t step, float* out, std::ptrdiff_t ldo) const {
         const float* sums = OFFSET ? x.sums + first : nullptr;
         F s[COUNT][VECTORS], o[COUNT][VECTORS];
         for (int c = 0; c < COUNT; c++)
@@ -102,7 +103,7 @@ template <bool OFFSET> struct Scaled {
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
                     if (OFFSET) acc[v] = fma(set1(sums[i * (x.ld / GROUP) + c]), o[c][v], acc[v]);
-                    acc[v] = fma(load(products.of[c] + i * PANEL + v * LANES), s[c][v], acc[v]);
+                    acc[v] = fma(load(products + c * step + i * PANEL + v * LANES), s[c][v], acc[v]);
                 }
             for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
         }
@@ -122,7 +123,7 @@ template <int BITS, bool MINIMA> struct ScaledIntegers {
             }
     }
 
-    template <int COUNT> inline void add(int m, const Int8Rows& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) const {
+    template <int COUNT> inline void add(int m, const Int8Rows& x, int first, const float* products, std::ptrdiff_t step, float* out, std::ptrdiff_t ldo) const {
         F s[COUNT][VECTORS], minima[COUNT][VECTORS];
         for (int c = 0; c < COUNT; c++)
             for (int v = 0; v < VECTORS; v++) {
@@ -137,7 +138,7 @@ template <int BITS, bool MINIMA> struct ScaledIntegers {
             for (int c = 0; c < COUNT; c++)
 #pragma GCC unroll 4
                 for (int v = 0; v < VECTORS; v++) {
-                    I dots = _mm512_load_si512(products.of[c] + i * PANEL + v * LANES);
+                    I dots = _mm512_load_si512(products + c * step + i * PANEL + v * LANES);
                     if (!MINIMA) dots = _mm512_add_epi32(dots, set1_int(BITS == 4 ? x.offsets[at + c] : 16 * x.offsets[at + c]));
                     acc[v] = fma(mul(to_float(dots), set1(x.scales[at + c])), s[c][v], acc[v]);
                     if (MINIMA) acc[v] = fma(set1(x.sums[at + c]), minima[c][v], acc[v]);
@@ -169,7 +170,7 @@ public:
             piece(least(MAX_ROWS, rows - i), np, x.x + i * x.ld, x.ld, cols, w, panel_stride, out + i * ldo, ldo);
     }
 
-    // The same for quantised weights: the products of a group are scaled and summed in vectors. rows <= ROW_BLOCK.
+    // The same for quantised weights: the products of a group are scaled and summed in vectors.
     template <class Source>
     void grouped(int rows, int np, const Rows& x, int groups, const Source& source, const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
         const FlushSubnormals flush;
@@ -193,10 +194,10 @@ public:
             const std::ptrdiff_t group = (std::ptrdiff_t)p * groups + first;
             const std::uint8_t* from = w + group * (GROUP * PANEL * BITS / 8);
             scaled.set(scales + (std::ptrdiff_t)p * groups * (MINIMA ? 2 * PANEL : PANEL), first, count);
+            for (int at = 0; at < count * GROUP * PANEL * BITS / 8; at += 64) prefetch(from + 16384 + at);
             if (BITS == 8) return Operand{from, 4 * PANEL, 2 * PANEL, GROUP * PANEL};
             for (int c = 0; c < count; c++)
                 for (int at = 0; at < GROUP * PANEL / 2; at += 64) {
-                    prefetch(from + 2048);
                     const Quads both = load_quads(from + c * (GROUP * PANEL / 2) + at);
                     _mm512_store_si512(weights[c] + at, low_nibbles(both));
                     _mm512_store_si512(weights[c] + GROUP * PANEL / 2 + at, high_nibbles(both));
@@ -219,17 +220,17 @@ private:
                 for (int row = 0; row < rows; row += MAX_ROWS) {
                     const int m = least(MAX_ROWS, rows - row);
                     multiply<INTEGER>(m, {(const char*)operand.at + row * operand.line + first * operand.group, operand.line, operand.half, operand.group}, w, count, products);
-                    add_up<CHUNK>(count, sums, m, x.from(row), first, products, out + row * ldo, ldo);
+                    add_up<CHUNK>(count, sums, m, x.from(row), first, products.of[0], MAX_ROWS * PANEL, out + row * ldo, ldo);
                 }
             }
     }
 
     template <int COUNT, class Sums, class X>
-    static void add_up(int count, const Sums& sums, int m, const X& x, int first, const Products& products, float* out, std::ptrdiff_t ldo) {
+    static void add_up(int count, const Sums& sums, int m, const X& x, int first, const float* products, std::ptrdiff_t step, float* out, std::ptrdiff_t ldo) {
         if constexpr (COUNT > 1) {
-            if (count < COUNT) return add_up<COUNT - 1>(count, sums, m, x, first, products, out, ldo);
+            if (count < COUNT) return add_up<COUNT - 1>(count, sums, m, x, first, products, step, out, ldo);
         }
-        sums.template add<COUNT>(m, x, first, products, out, ldo);
+        sums.template add<COUNT>(m, x, first, products, step, out, ldo);
     }
 
     // The products of each group by itself. Those of one half leave while the next half is multiplied.
@@ -344,6 +345,11 @@ private:
             panels_ahead++;
             ahead.data += source.panel_stride;
         };
+        const auto sum = [&](int p, int first, int count, int turn, float* to) {
+            Scaled<Source::OFFSET> scaled;
+            scaled.set(scales, p, first, count);
+            add_up<FEW_CHUNK>(count, scaled, m, x, first, products[turn][0], FEW_ROWS * PANEL, to, ldo);
+        };
         write(weights[0]);
         write(weights[1]);
         for (int p = 0, turn = 0, slot = 0; p < np; p++, out += PANEL)
@@ -353,8 +359,8 @@ private:
                     write(weights[(slot + 2) % 4]);
                     multiply_few(slot % 2, x.x + (first + c) * GROUP, x.ld * 2, weights[slot % 4], products[turn][c]);
                 }
-                if (first) sum_few<Source::OFFSET>(m, FEW_CHUNK, x, first - FEW_CHUNK, p, products[turn ^ 1], scales, out, ldo);
-                if (first + FEW_CHUNK >= groups) sum_few<Source::OFFSET>(m, count, x, first, p, products[turn], scales, out, ldo);
+                if (first) sum(p, first - FEW_CHUNK, FEW_CHUNK, turn ^ 1, out);
+                if (first + FEW_CHUNK >= groups) sum(p, first, count, turn, out);
             }
     }
 
@@ -379,28 +385,6 @@ private:
             _tile_dpbf16ps(1, 4, 7);
             _tile_stored(0, products, 4 * PANEL);
             _tile_stored(1, products + 16, 4 * PANEL);
-        }
-    }
-
-    template <bool OFFSET>
-    static void sum_few(int m, int count, const Rows& x, int first, int p, const float (*products)[FEW_ROWS * PANEL], const GroupScales& scales, float* out, std::ptrdiff_t ldo) {
-        F scale[FEW_CHUNK][VECTORS], offset[FEW_CHUNK][VECTORS];
-#pragma GCC unroll 8
-        for (int c = 0; c < FEW_CHUNK; c++)
-            if (c < count)
-                for (int v = 0; v < VECTORS; v++) scales.load_group(first + c, p, v, scale[c][v], offset[c][v]);
-        for (int i = 0; i < m; i++) {
-            F acc[VECTORS];
-            for (int v = 0; v < VECTORS; v++) acc[v] = first ? load(out + i * ldo + v * LANES) : zero();
-            const float* sums = OFFSET ? x.sums + i * (x.ld / GROUP) + first : nullptr;
-#pragma GCC unroll 8
-            for (int c = 0; c < FEW_CHUNK; c++)
-                if (c < count)
-                    for (int v = 0; v < VECTORS; v++) {
-                        if (OFFSET) acc[v] = fma(set1(sums[c]), offset[c][v], acc[v]);
-                        acc[v] = fma(load(products[c] + i * PANEL + v * LANES), scale[c][v], acc[v]);
-                    }
-            for (int v = 0; v < VECTORS; v++) store(out + i * ldo + v * LANES, acc[v]);
         }
     }
 

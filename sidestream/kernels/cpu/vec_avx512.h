@@ -53,7 +53,7 @@ inline float reduce_max(F v) { return _mm512_reduce_max_ps(v); }
 
 inline F load_bf16(const bf16* p) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16)); }
 inline void store_bf16(bf16* p, F v) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(v)); }
-// Stores both, rounded, and returns the sum of what was stored, of which lane ever.
+// Stores both, rounded, and returns the sum of what was stored, in any arrangement of the lanes.
 inline F store_bf16_sum(bf16* p, F a, F b) {
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(b, a);
     _mm512_storeu_si512(p, both);

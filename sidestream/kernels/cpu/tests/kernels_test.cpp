@@ -208,10 +208,11 @@ private:
 // Requests of several lengths in pages at random places; whatever no request owns is NaN. Twice: whole prompts by one thread, and random
 // pieces of all requests together by two. Every row must have the same bits.
 void test_decoder(const Kernels& kernels, const Spec& spec, Stored stored, int page_size, Packing packing = Packing::STORED) {
-    const int slots = 4, context = 300, columns = (context + page_size - 1) / page_size, pages = slots * columns * 2;
+    const int slots = 40, context = 300, columns = (context + page_size - 1) / page_size, pages = slots * columns * 2;
     Model model(kernels, spec, stored, packing, context);
     const std::int64_t layer_stride = static_cast<std::int64_t>(pages) * page_size * spec.num_kv_heads * spec.head_dim;
-    const std::vector<int> lengths{1, 33, 257, 290};
+    std::vector<int> lengths{1, 33, 257, 290};
+    while (static_cast<int>(lengths.size()) < slots) lengths.push_back(random_int(1, 3));  // many single rows in a step
     Exact<std::int32_t> tokens(static_cast<std::size_t>(slots) * context);
     for (std::int32_t& token : tokens) token = random_int(-1, spec.vocab_size);  // one too small and one too large among them
     std::vector<std::vector<bf16>> want(slots);
