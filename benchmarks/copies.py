@@ -36,9 +36,9 @@ from sidestream.engine.batch import Batch
 from sidestream.engine.copies import GenerationBatchResult
 from sidestream.engine.loop import EngineLoop
 from sidestream.engine.outputs import TapGroup, TapPlan
+from sidestream.engine.questions import ANSWERS
 from sidestream.engine.runner import Masks, Runner
 from sidestream.engine.streams import CpuStream, Launched, Streams
-from sidestream.messages import Call
 
 T = TypeVar("T")
 
@@ -132,10 +132,14 @@ class SimulatedLink(CpuStream):
         return value
 
 
-def wait_for(loop: EngineLoop, count: int) -> None:
+def wait_for(loop: EngineLoop, count: str) -> None:
     """Hold the engine until `count` requests are there: every run has the same steps."""
-    while loop.inbox.qsize() + len(loop.requests) < count:
+    while len(loop.requests) < int(count):
+        loop.ingest(wait=False)
         time.sleep(0.001)
+
+
+ANSWERS["wait_for"] = wait_for
 
 
 class WatchedEngine(Engine):
@@ -161,7 +165,7 @@ class WatchedEngine(Engine):
         self.runner.watch()
         self.runner.ungated = variant == UNGATED
         asked = prompts(f"copies {repetition}", work.requests, work.prompt)
-        self._parts.loop.inbox.put(Call(partial(wait_for, count=work.requests), lambda _: None))
+        self._router.ask("wait_for", str(work.requests), lambda *_: None)
         self.generate(asked, greedy(work.new), progress=False, **VARIANTS[variant])
         after = self.stats()
         pairs = [(last, step) for last, step in pairwise(self.runner.steps) if step.tokens == work.step_tokens]

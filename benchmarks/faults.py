@@ -442,8 +442,8 @@ async def pipelined(start: Start, scale: Scale) -> Tally:
             tally.add(await answer_of(connection), "answered", wanted=wanted[place])
     async with await Connection.open(server.url) as connection:  # a mistake does not spoil what follows it
         await connection.send(request("POST", "/generate", b"{") + asked[1] + request("GET", "/nothing") + asked[0])
-        for allowed, place in (("invalid_value", None), ("answered", 1), ("not_found", None), ("answered", 0)):
-            tally.add(await answer_of(connection), allowed, wanted=None if place is None else wanted[place])
+        for allowed, text in (("invalid_value", None), ("answered", wanted[1]), ("not_found", None), ("answered", wanted[0])):
+            tally.add(await answer_of(connection), allowed, wanted=text)
     for abruptly in (False, True):  # and leaving ends all of them
         connection = await Connection.open(server.url)
         await connection.send(request("POST", "/generate", generate(9, scale.endless)) + asked[0] + asked[1])
@@ -719,12 +719,13 @@ class Server:
         command = [sys.executable, "-m", "sidestream", "serve", model, "--port", "0", *flags]
         self.process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **(environ or {})}, stdout=self._log, stderr=self._log)
         self.url = ""
-        while wait and not (found := re.search(r"ready +(http://\S+)", self.log)):
+        while wait and not self.url:
             if self.process.poll() is not None:
                 raise SystemExit(self.log)
-            time.sleep(0.05)
-        if wait:
-            self.url = found[1]
+            if found := re.search(r"ready +(http://\S+)", self.log):
+                self.url = found[1]
+            else:
+                time.sleep(0.05)
 
     @property
     def log(self) -> str:

@@ -111,6 +111,10 @@ class NullRunner(Runner):
         return LogprobBlock(self._floats[: len(wanted.rows)], self._floats[:top] if top else None, self._ids[:top] if top else None)
 
 
+def no_factory(_: object) -> Any:
+    """These requests have neither stops nor grammars, and nobody loads other weights."""
+
+
 def build(spec: DecoderSpec, running: int, tokens: int) -> tuple[EngineLoop, queue.SimpleQueue[Outbound]]:
     """An engine loop as `assemble` makes it, with room for `running` requests of `tokens` tokens, without a model."""
     stream = InlineStream()
@@ -124,7 +128,7 @@ def build(spec: DecoderSpec, running: int, tokens: int) -> tuple[EngineLoop, que
         NullRunner(spec, streams, copies, max(running, CHUNK)),
         copies,
         Limits(spec.max_position, spec.vocab_size, frozenset((2,))),
-        Factories(lambda _: None, lambda _: None, lambda _: None),
+        Factories(no_factory, no_factory, lambda *_: {}, no_factory),
         emit=outbox.put,
         overlap=False,
     )

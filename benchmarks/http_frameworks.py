@@ -11,7 +11,6 @@ import asyncio
 import multiprocessing
 import socket
 import statistics
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -159,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     server = None if options.url else Server(options.model, "--max-running-requests", str(STREAMS + 1))
     try:
-        runs = asyncio.run(measure(options.url or server.url, options.variants or [*VARIANTS], options.repetitions))
+        runs = asyncio.run(measure(server.url if server else options.url, options.variants or [*VARIANTS], options.repetitions))
     finally:
         if server is not None:
             server.stop()

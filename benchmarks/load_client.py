@@ -15,14 +15,15 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 from sidestream.bench.load import Load
 from sidestream.bench.serve import measure
 from sidestream.bench.spread import Spread, short
 from sidestream.bench.summary import Summary
 
-CHUNK = {
+CHUNK: dict[str, Any] = {
     "id": "cmpl-0123456789abcdef0123456789abcdef",
     "object": "text_completion",
     "created": 1764500000,
@@ -84,7 +85,7 @@ def bench(loop: str) -> Callable[[str, int, int], tuple[int, float, str]]:
     return run
 
 
-def bare(read: Callable[[str, bytes, int], Awaitable[float]]) -> Callable[[str, int, int], tuple[int, float, str]]:
+def bare(read: Callable[[str, bytes, int], Coroutine[Any, Any, float]]) -> Callable[[str, int, int], tuple[int, float, str]]:
     """A loop that reads and does nothing with it."""
 
     def run(url: str, streams: int, chunks: int) -> tuple[int, float, str]:

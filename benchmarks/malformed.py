@@ -29,7 +29,7 @@ def _routes() -> tuple[Route, ...]:
     ids: list[Any] = [[], [-1], [10**9], [2**31], [2**63], [10**40], [1.5], [True], [None], "x", 7, {}, [[-1]]]
     counts: list[Any] = [-1, 1.5, "4", 10**30, -(10**30), [1], {}, True]
     numbers: list[Any] = [-1, -1e300, "0.5", [0.5], {}, True]
-    shared = {
+    shared: dict[str, list[Any]] = {
         "temperature": numbers,
         "top_p": [*numbers, 1.01, 10**30],
         "top_k": [1.5, "4", 10**30, [1], {}, True],
@@ -40,7 +40,7 @@ def _routes() -> tuple[Route, ...]:
         "repetition_penalty": [-1, 0, "1", [], {}],
         "ignore_eos": [1, "true", [], {}],
     }
-    outputs = {
+    outputs: dict[str, list[Any]] = {
         "return_hidden_states": ["all", 1, [], {}],
         "hidden_states_layers": [[1000], [-1000], "last", 5, {}, [1.5], [10**30]],
         "hidden_states_dtype": ["int8", 5, [], {}],

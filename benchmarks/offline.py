@@ -172,10 +172,11 @@ def tables(works: dict[str, Work], seconds: dict[str, list[float]], version: str
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("--outputs", action="store_true", help="also measure logprobs and hidden states")
+    made.add_argument("--work", nargs="+", choices=FULL, default=list(FULL), help="which of the workloads")
+    made.add_argument("--outputs", action="store_true", help=f"also measure logprobs and hidden states, on {BATCH!r}")
     made.add_argument("--transformers", action="store_true", help="also run transformers (needs the `test` extra)")
     options = made.parse_args()
-    works = QUICK if options.quick else FULL
+    works = {name: work for name, work in (QUICK if options.quick else FULL).items() if name in options.work}
     theirs = Transformers() if options.transformers else None
     with Engine() as engine:
         if theirs:

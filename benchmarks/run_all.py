@@ -16,6 +16,7 @@ BENCHMARKS = {
     "overlap.py": [],
     "structured.py": [],
     "offline.py": ["--outputs", "--transformers"],
+    "extraction.py": [],
     "copies.py": ["--picture", str(PAGE.parent / "images" / "copies.png")],
 }
 

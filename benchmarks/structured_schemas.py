@@ -47,7 +47,7 @@ def asked(name: str, schema: Mapping[str, Any], *, choices: int, max_new_tokens:
 
 def answers(engine: Engine, schemas: Mapping[str, Any], *, choices: int, max_new_tokens: int) -> Iterator[Result]:
     requests = [asked(name, schema, choices=choices, max_new_tokens=max_new_tokens) for name, schema in schemas.items()]
-    outputs = engine.generate([prompt for prompt, _ in requests], [sampling for _, sampling in requests])
+    outputs: Any = engine.generate([prompt for prompt, _ in requests], [sampling for _, sampling in requests])
     for place, (name, schema) in enumerate(schemas.items()):
         yield judged(name, schema, outputs[place * choices : (place + 1) * choices])
 

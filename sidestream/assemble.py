@@ -31,7 +31,7 @@ from sidestream.kernels import cpu
 from sidestream.messages import Outbound, Submit
 from sidestream.models.decoder import Decoder
 from sidestream.models.interpreter import Interpreter
-from sidestream.models.loader import LoadedModel, load_model, tokenizer_source
+from sidestream.models.loader import LoadedModel, load_model
 from sidestream.models.spec import DecoderSpec
 from sidestream.text.grammar import Grammars
 from sidestream.text.reasoning import reasoning_of
@@ -97,12 +97,14 @@ def _build(
 ) -> Assembled:
     """Runs on the compute stream: whatever touches torch kernels does."""
     started = time.perf_counter()
-    model = load_model(config.model, dtype=dtype, device=device)
+    model = load_model(config.model, dtype=dtype, device=device, tokenizer=config.tokenizer)
     spec = model.spec
     decoder = build_interpreter(model, dtype, device, context=longest_context(config, spec), quantization=config.quantization)
     size = size_kv_cache(config, spec, itemsize=dtype.itemsize, device=device, weight_bytes=decoder.weight_bytes)
     _log_model(model, dtype, size, config, time.perf_counter() - started)
-    tokenizer = _tokenizer(model, config)
+    tokenizer = Tokenizer.from_source(
+        model.tokenizer, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos
+    )
     running = config.max_running_requests or DEFAULT_RUNNING
     chunk = config.chunked_prefill_size or DEFAULT_CHUNK[device.type]
 
@@ -275,11 +277,6 @@ def describe(device: torch.device, threads: int) -> str:
     if device.type == "cuda":
         return f"cuda ({torch.cuda.get_device_name(device)})"
     return f"cpu ({threads} threads, {torch.backends.cpu.get_cpu_capability()})"
-
-
-def _tokenizer(model: LoadedModel, config: EngineConfig) -> Tokenizer:
-    source = model.tokenizer if config.tokenizer is None else tokenizer_source(config.tokenizer)
-    return Tokenizer.from_source(source, eos_token_ids=model.eos_token_ids, bos_token_id=model.bos_token_id, add_bos=model.add_bos)
 
 
 def _ignore(_: Any) -> None:

@@ -17,7 +17,7 @@ from sidestream.errors import ModelError
 from sidestream.kernels import cpu
 from sidestream.kernels.cpu.decoder import why_not
 from sidestream.models import hub
-from sidestream.models.loader import LoadedModel, find_model, load_model, tokenizer_source
+from sidestream.models.loader import LoadedModel, find_model, load_model
 from sidestream.options import fields_of
 
 Why = Callable[[str, str], str]  # the name of an option and the reason if nobody set it -> the reason
@@ -62,9 +62,7 @@ def _model(config: EngineConfig) -> tuple[Model, Fact]:
     path = find_model(config.model)
     if path is None:
         return Model(None), _model_to_fetch(config.model)
-    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"))  # reads no weight
-    if config.tokenizer is not None:
-        tokenizer_source(config.tokenizer)
+    model = load_model(str(path), dtype=torch.float32, device=torch.device("cpu"), tokenizer=config.tokenizer)  # reads no weight
     return Model(model), _described(config.model, path, model)
 
 

@@ -159,25 +159,40 @@ class _Score:
         return score, tuple(map(LogprobSlice._make, zip(*fields, strict=True)))
 
 
+class _Group:
+    """Rows with the same layers and dtype, as runs of consecutive ones."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.size = 0
+        self.first: list[int] = []
+        self.ends: list[int] = []  # of the runs, in the packed rows
+
+    def rows(self) -> Ints:
+        starts = np.array([0, *self.ends[:-1]], np.int64)
+        return np.arange(self.size) + np.repeat(np.array(self.first, np.int64) - starts, np.array(self.ends, np.int64) - starts)
+
+
 class _Taps:
-    """Collects hidden rows of a batch, grouped by (layers, dtype)."""
+    """Collects hidden rows of a batch: `n` consecutive rows from `row` for a span, grouped by (layers, dtype)."""
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[tuple[int, ...], str], tuple[int, list[Ints]]] = {}
-        self.sizes: list[int] = []
+        self.groups: dict[tuple[tuple[int, ...], str], _Group] = {}
         self.slices: list[HiddenSlice] = []
 
-    def add(self, span: int, plan: OutputPlan, rows: Ints, position: int) -> None:
-        group, parts = self.groups.setdefault((plan.layers, plan.hidden_states_dtype), (len(self.groups), []))
-        if group == len(self.sizes):
-            self.sizes.append(0)
-        start = self.sizes[group]
-        parts.append(rows)
-        self.sizes[group] += len(rows)
-        self.slices.append(HiddenSlice(span, group, slice(start, start + len(rows)), position))
+    def add(self, span: int, plan: OutputPlan, row: int, n: int, position: int) -> None:
+        key = (plan.layers, plan.hidden_states_dtype)
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = _Group(len(self.groups))
+        start = group.size
+        group.size += n
+        group.first.append(row)
+        group.ends.append(group.size)
+        self.slices.append(HiddenSlice(span, group.number, slice(start, group.size), position))
 
     def plan(self) -> tuple[TapGroup, ...]:
-        return tuple(TapGroup(np.concatenate(parts), layers, dtype) for (layers, dtype), (_, parts) in self.groups.items())
+        return tuple(TapGroup(group.rows(), layers, dtype) for (layers, dtype), group in self.groups.items())
 
 
 def plan_outputs(
@@ -227,19 +242,19 @@ def _plan_hidden(request: Request, span: int, start: int, end: int, offset: int,
     if plan.return_hidden_states is True:
         first = max(start, request.hidden_next)
         if first < end:
-            copied.add(span, plan, np.arange(offset + first - start, offset + end - start), first)
+            copied.add(span, plan, offset + first - start, end - first, first)
             request.hidden_next = end
     elif request.shares_prompt and request.max_tokens <= 1:
         pass  # its last row is the prompt's, which the primary returns
     elif sample or (request.max_tokens == 0 and end == request.prompt_len):
-        rows = np.array([offset + end - 1 - start])
+        row = offset + end - 1 - start
         # The last step by arithmetic, and no token in flight that could have ended the request before: the row leaves with this step.
         final = request.samples_launched + 1 >= request.max_tokens
         in_flight_may_end_it = request.samples_launched > len(request.output_ids) and not request.cannot_surprise
         if final and not in_flight_may_end_it:
-            copied.add(span, plan, rows, end - 1)
+            copied.add(span, plan, row, 1, end - 1)
         else:
-            kept.add(span, plan, rows, end - 1)
+            kept.add(span, plan, row, 1, end - 1)
 
 
 def row_bytes(plan: OutputPlan, hidden_size: int, itemsize: int) -> RowBytes:

@@ -89,11 +89,12 @@ class Scheduler:
             if request.state is not State.RUNNING or request.aborting or request.launched_all:
                 continue
             start = request.num_computed
-            if request.num_tokens - start == 1 and not request.features & Feature.OUTPUT and start < len(request.pages) * page_size:
-                # The common case, a request without outputs on a page it has: nothing to decide.
-                step.add(request, start, 1)
-                step.arena_left -= 4
-                continue
+            if request.num_tokens - start == 1 and start < len(request.pages) * page_size and not request.ahead:
+                size = 4 + request.row.logprob + request.row.hidden
+                if size <= step.arena_left:  # the common case, one token on a page it has: nothing to decide
+                    step.add(request, start, 1)
+                    step.arena_left -= size
+                    continue
             length, size = self._fit(request, step)
             if length and self._provide_pages(request, start + length, step):
                 step.add(request, start, length)

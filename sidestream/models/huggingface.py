@@ -92,15 +92,15 @@ def token_ids(value: Any, field: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(each for each in values if each >= 0))
 
 
-def eos_token_ids(directory: Path, *configs: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """All ids that end a generation: from the first configuration that names any, else the tokenizer's own end token."""
+def eos_token_ids(tokenizer_json: Path | None, *configs: Mapping[str, Any], tokenizer_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """All ids that end a generation: from the first configuration that names any, else the end token that the tokenizer's own names."""
     for config in configs:
         ids = token_ids(config.get("eos_token_id"), "eos_token_id")
         if ids:
             return ids
     token = tokenizer_config.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
-    added = read_json(directory / "tokenizer.json").get("added_tokens") or [] if content else []
+    added = read_json(tokenizer_json).get("added_tokens") or [] if tokenizer_json and content else []
     return token_ids([entry.get("id") for entry in added if isinstance(entry, dict) and entry.get("content") == content], "eos_token")
 
 

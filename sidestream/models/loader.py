@@ -201,12 +201,15 @@ def tokenizer_source(path: str) -> TokenizerSource:
     """A tokenizer that is not the model's own: a tokenizer.json, the directory that holds one, or a GGUF file."""
     found = _local(path)
     if found is not None and found.suffix == ".gguf":
-        metadata = open_gguf(found).metadata
-        return TokenizerSource(None, {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}, {})
+        return _gguf_tokenizer(open_gguf(found).metadata)
     file = found / "tokenizer.json" if found is not None and found.is_dir() else found
     if file is None or not file.exists():
         raise ModelError(f"{path}: there is no tokenizer", hint="Name a tokenizer.json, a directory with one, or a .gguf file.")
     return TokenizerSource(file, None, hf.read_optional_json(file.parent / "tokenizer_config.json"))
+
+
+def _gguf_tokenizer(metadata: Mapping[str, Any]) -> TokenizerSource:
+    return TokenizerSource(None, {key: value for key, value in metadata.items() if key.startswith("tokenizer.")}, {})
 
 
 def read_spec(model: str) -> DecoderSpec:
@@ -215,16 +218,18 @@ def read_spec(model: str) -> DecoderSpec:
     return _huggingface_spec(path)[1] if path.is_dir() else _gguf_spec(open_gguf(path))[1]
 
 
-def load_model(model: str, *, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def load_model(model: str, *, dtype: torch.dtype, device: torch.device, tokenizer: str | None = None) -> LoadedModel:
     """Open a model. Raises `ModelError` naming what is missing, malformed or not supported.
 
     dtype, device: what its weights are converted to, each on its own, when they are read.
+    tokenizer: where the tokenizer is, if not with the model, which then needs none.
     """
     path = resolve_model(model)
     name = model if model in hub.ALIASES or _local(model) is None else path.resolve().name.removesuffix(".gguf")
+    other = None if tokenizer is None else tokenizer_source(tokenizer)
     if path.is_dir():
-        return _load_huggingface(name, path, dtype, device)
-    return _load_gguf(name, path, dtype, device)
+        return _load_huggingface(name, path, dtype, device, other)
+    return _load_gguf(name, path, dtype, device, other)
 
 
 def _architecture(kind: Any, path: Path) -> Architecture:
@@ -240,16 +245,17 @@ def _huggingface_spec(path: Path) -> tuple[Architecture, DecoderSpec, dict[str, 
     return architecture, architecture.spec_from_config(config), config
 
 
-def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.device, other: TokenizerSource | None) -> LoadedModel:
     architecture, spec, config = _huggingface_spec(path)
     tokenizer_json = path / "tokenizer.json"
-    if not tokenizer_json.exists():
+    if other is None and not tokenizer_json.exists():
         raise ModelError(
             f"{path}: tokenizer.json is missing",
             hint="Save the tokenizer in that form: AutoTokenizer.from_pretrained(...).save_pretrained(directory).",
         )
     generation = hf.read_optional_json(path / "generation_config.json")
     tokenizer_config = hf.read_optional_json(path / "tokenizer_config.json")
+    tokenizer = other or TokenizerSource(tokenizer_json, None, tokenizer_config)
     source = hf.Safetensors(path)
     head = architecture.HUGGINGFACE_NAMES["lm_head"]
     ignored = {head} if spec.tie_word_embeddings and head in source.shapes else set()
@@ -265,9 +271,9 @@ def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.d
         file_bytes=source.file_bytes,
         spec=spec,
         weights=Weights(source, architecture.HUGGINGFACE_NAMES, frozenset(), spec, dtype, device, ignored),
-        tokenizer=TokenizerSource(tokenizer_json, None, tokenizer_config),
+        tokenizer=tokenizer,
         chat_template=hf.read_chat_template(path, tokenizer_config),
-        eos_token_ids=hf.eos_token_ids(path, generation, config, tokenizer_config=tokenizer_config),
+        eos_token_ids=hf.eos_token_ids(tokenizer.tokenizer_json, generation, config, tokenizer_config=tokenizer.tokenizer_config),
         bos_token_id=bos[0] if bos else None,
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         generation_defaults={key: generation[key] for key in hf.SAMPLING_FIELDS if generation.get(key) is not None},
@@ -291,7 +297,7 @@ def _gguf_spec(file: GGUFFile) -> tuple[Architecture, DecoderSpec]:
     return architecture, spec
 
 
-def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
+def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device, other: TokenizerSource | None) -> LoadedModel:
     if path.suffix == ".safetensors":
         raise ModelError(f"{path}: weights alone are not a model", hint="Give the directory, with config.json and tokenizer.json.")
     file = open_gguf(path)
@@ -307,7 +313,7 @@ def _load_gguf(name: str, path: Path, dtype: torch.dtype, device: torch.device) 
         file_bytes=file.file_bytes,
         spec=spec,
         weights=Weights(file, architecture.GGUF_NAMES, architecture.GGUF_INTERLEAVED, spec, dtype, device, set()),
-        tokenizer=TokenizerSource(None, {key: metadata[key] for key in metadata if key.startswith("tokenizer.")}, {}),
+        tokenizer=other or _gguf_tokenizer(metadata),
         chat_template=template if isinstance(template, str) else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         bos_token_id=bos[0] if bos else None,

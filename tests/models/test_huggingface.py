@@ -199,3 +199,25 @@ def test_a_missing_tokenizer_and_unsupported_types(tmp_path: Path, save_llama: A
     refused(tmp_path, "model.norm.weight.*F64.*F32, F16, BF16")
     (tmp_path / "tokenizer.json").unlink()
     refused(tmp_path, "tokenizer.json is missing")
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path: Path, save_llama: Any, default_model: Path) -> None:
+    """It takes the place of the model's own, which may then be missing; a path without one is refused before weights are read."""
+    save_llama(tmp_path / "model")
+    save_llama(tmp_path / "other")
+    edit_json(tmp_path / "other" / "tokenizer_config.json", eos_token="</s>")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    for name in ("config.json", "generation_config.json"):
+        if (tmp_path / "model" / name).exists():
+            edit_json(tmp_path / "model" / name, eos_token_id=None)
+
+    def load(tokenizer: Path) -> Any:
+        return load_model(str(tmp_path / "model"), dtype=torch.float32, device=CPU, tokenizer=str(tokenizer))
+
+    for given in (tmp_path / "other", tmp_path / "other" / "tokenizer.json"):
+        assert load(given).tokenizer.tokenizer_json == tmp_path / "other" / "tokenizer.json"
+        assert load(given).eos_token_ids == (7,)
+    assert load(default_model).tokenizer.gguf["tokenizer.ggml.model"] == "gpt2"
+    assert load(default_model).eos_token_ids == ()
+    with pytest.raises(ModelError, match="there is no tokenizer"):
+        load(tmp_path / "model")

@@ -98,20 +98,22 @@ inline void panels_integer(const MatmulJob& job, int panel_begin, int panel_end,
     for (int panel = panel_begin; panel < panel_end; panel += INTEGER_PANELS) {
         const int panels = panel_end - panel < INTEGER_PANELS ? panel_end - panel : INTEGER_PANELS;
         const std::ptrdiff_t ldt = panels * PANEL;
+        const std::uint8_t* weights = (const std::uint8_t*)job.w->data + panel * panel_bytes;
+        const f16* scales = job.w->scales + panel * panel_scales;
         for (int row = 0; row < job.rows;) {
             const int rows = piece_of(job.rows - row, ROW_BLOCK);
+            int left = panels;  // for vectors
 #if defined(__AMX_INT8__)
-            if (rows >= MATRIX_UNIT_ROWS)
-                tiles.integers<BITS, MINIMA>(rows, panels, job.x8.from(row), groups, (const std::uint8_t*)job.w->data + panel * panel_bytes,
-                                             job.w->scales + panel * panel_scales, tile, ldt);
-            else
+            if (rows >= MATRIX_UNIT_ROWS) {
+                tiles.integers<BITS, MINIMA>(rows, panels, job.x8.from(row), groups, weights, scales, tile, ldt);
+                left = 0;
+            }
 #endif
-            for (int p = 0; p < panels; p++)
+            for (int p = 0; p < left; p++)
                 for (int i = 0; i < rows;) {
                     const int m = piece_of(rows - i, MAX_INTEGER_ROWS);
-                    const std::uint8_t* weights = (const std::uint8_t*)job.w->data + (panel + p) * panel_bytes;
-                    const f16* scales = job.w->scales + (panel + p) * panel_scales;
-                    rows_integer<BITS, MINIMA, MAX_INTEGER_ROWS>(m, job.x8.from(row + i), groups, weights, scales, tile + i * ldt + p * PANEL, ldt);
+                    rows_integer<BITS, MINIMA, MAX_INTEGER_ROWS>(m, job.x8.from(row + i), groups, weights + p * panel_bytes,
+                                                                 scales + p * panel_scales, tile + i * ldt + p * PANEL, ldt);
                     i += m;
                 }
             epilogue(job, tile, ldt, row, rows, panel, panels);

@@ -43,15 +43,6 @@ inline F inside(F at, F low, F high, F v, F other) {
 }
 inline F floor(F v) { return _mm256_floor_ps(v); }
 inline F above(F at, F low, F v) { return _mm256_and_ps(_mm256_cmp_ps(at, low, _CMP_NLE_UQ), v); }  // v where at > low, or is NaN, else 0
-constexpr float LOWEST_POWER = -125.0f;  // below it 2^x is taken for 0
-inline F fraction(F x) {                  // x - floor(x); 0 at -inf
-    const F v = max(set1(LOWEST_POWER), x);  // in this order a NaN stays
-    return sub(v, floor(v));
-}
-inline F scale_by_floor(F v, F x) {  // v * 2^floor(x)
-    const F low = set1(LOWEST_POWER);
-    return above(x, low, scale_by_power(v, floor(max(low, x))));
-}
 inline bool any_greater(F a, F b) { return _mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ)) != 0; }
 inline bool any_nan(F a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 inline float reduce_add(F v) {
@@ -76,11 +67,6 @@ inline void store_bf16(bf16* p, F v) {
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0xD8);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
-inline F store_bf16_sum(bf16* p, F a, F b) {
-    store_bf16(p, a);
-    store_bf16(p + LANES, b);
-    return add(load_bf16(p), load_bf16(p + LANES));
-}
 inline F load_f16(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
 inline void store_f16(f16* p, F v) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); }
 
@@ -97,7 +83,6 @@ inline Pair broadcast_pair(const bf16* p) {
     const Pairs x = split_pairs(_mm256_set1_epi32(both));
     return {x.first, x.second};
 }
-inline F dot(F acc, Pairs w, Pair x) { return fma(w.second, x.second, fma(w.first, x.first, acc)); }
 inline void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
 inline void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }  // no nearer than the second cache
 
@@ -122,11 +107,6 @@ struct Bytes {
         return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 16), 24)), _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 24))};
     }
 };
-
-inline void transpose16(const std::uint32_t* const* from, std::uint32_t* to, std::ptrdiff_t stride) {
-    for (int r = 0; r < 16; r++)
-        for (int c = 0; c < 16; c++) to[c * stride + r] = from[r][c];
-}
 
 inline void interleave(const bf16* a, const bf16* b, bf16* to) {
     const __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)a)), y = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)b));
@@ -169,3 +149,5 @@ inline void store_int8(std::int8_t* p, F integers) {
 }
 
 }  // namespace
+
+#include "vec_common.h"

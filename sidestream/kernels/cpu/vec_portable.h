@@ -56,15 +56,6 @@ inline F floor(F v) {  // |v| < 2^22
     return n - select(n > v, set1(1.0f), zero());
 }
 inline F above(F at, F low, F v) { return select(at <= low, zero(), v); }  // v where at > low, or is NaN, else 0
-constexpr float LOWEST_POWER = -125.0f;  // below it 2^x is taken for 0
-inline F fraction(F x) {                  // x - floor(x); 0 at -inf
-    const F v = max(set1(LOWEST_POWER), x);  // in this order a NaN stays
-    return sub(v, floor(v));
-}
-inline F scale_by_floor(F v, F x) {  // v * 2^floor(x)
-    const F low = set1(LOWEST_POWER);
-    return above(x, low, scale_by_power(v, floor(max(low, x))));
-}
 inline bool any_greater(F a, F b) {
     const I m = a > b;
     return (m[0] | m[1] | m[2] | m[3]) != 0;
@@ -107,11 +98,6 @@ inline F load_bf16(const bf16* p) { return F{widen_one(p[0]), widen_one(p[1]), w
 inline void store_bf16(bf16* p, F v) {
     for (int i = 0; i < 4; i++) p[i] = narrow_one(v[i]);
 }
-inline F store_bf16_sum(bf16* p, F a, F b) {
-    store_bf16(p, a);
-    store_bf16(p + LANES, b);
-    return add(load_bf16(p), load_bf16(p + LANES));
-}
 inline F load_f16(const f16* p) { return F{half_to_float(p[0]), half_to_float(p[1]), half_to_float(p[2]), half_to_float(p[3])}; }
 inline void store_f16(f16* p, F v) {
     for (int i = 0; i < 4; i++) p[i] = float_to_half(v[i]);
@@ -128,7 +114,6 @@ inline void store_pairs(bf16* p, Pairs v) {
     __builtin_memcpy(p, &both, sizeof(both));
 }
 inline Pair broadcast_pair(const bf16* p) { return {set1(widen_one(p[0])), set1(widen_one(p[1]))}; }
-inline F dot(F acc, Pairs w, Pair x) { return fma(w.second, x.second, fma(w.first, x.first, acc)); }
 inline void prefetch(const void*) {}
 inline void prefetch_far(const void*) {}
 
@@ -146,11 +131,6 @@ struct Bytes {
         return {F{(float)q[0], (float)q[2], (float)q[4], (float)q[6]}, F{(float)q[1], (float)q[3], (float)q[5], (float)q[7]}};
     }
 };
-
-inline void transpose16(const std::uint32_t* const* from, std::uint32_t* to, std::ptrdiff_t stride) {
-    for (int r = 0; r < 16; r++)
-        for (int c = 0; c < 16; c++) to[c * stride + r] = from[r][c];
-}
 
 inline void interleave(const bf16* a, const bf16* b, bf16* to) {
     for (int i = 0; i < 4; i++) {
@@ -189,3 +169,5 @@ inline void store_int8(std::int8_t* p, F integers) {
 }
 
 }  // namespace
+
+#include "vec_common.h"
