@@ -251,7 +251,7 @@ def _load_huggingface(name: str, path: Path, dtype: torch.dtype, device: torch.d
     if other is None and not tokenizer_json.exists():
         raise ModelError(
             f"{path}: tokenizer.json is missing",
-            hint="Save the tokenizer in that form: AutoTokenizer.from_pretrained(...).save_pretrained(directory).",
+            hint="Name another with --tokenizer, or save it there: AutoTokenizer.from_pretrained(...).save_pretrained(directory).",
         )
     generation = hf.read_optional_json(path / "generation_config.json")
     tokenizer_config = hf.read_optional_json(path / "tokenizer_config.json")
