@@ -81,7 +81,7 @@ def check_same_model(run: Callable[[Texts], list[Tensor]], model: Any) -> None:
 def main() -> None:
     made = parser(__doc__)
     made.add_argument("--batch-sizes", type=int, nargs="+", default=BATCH_SIZES, metavar="N", help="of transformers; the best counts")
-    made.add_argument("--modes", nargs="+", choices=OURS, default=list(OURS), help="ours; the first is what transformers is checked by")
+    made.add_argument("--modes", nargs="+", choices=OURS, default=list(OURS), help="of ours (default: all)")
     options = made.parse_args()
     count = QUICK_TEXTS if options.quick else TEXTS
     theirs = Transformers()

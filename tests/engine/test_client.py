@@ -19,7 +19,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sidestream import Engine, SamplingParams
-from sidestream.errors import EngineDead, InvalidRequest
+from sidestream.errors import EngineDead, InvalidRequest, ModelError
 
 Opener = Callable[..., Any]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_tokens": 4096, "log_level": "warning"}
@@ -117,6 +117,18 @@ def test_a_closed_engine_holds_no_weights(tiny_llama: Path) -> None:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs malloc_trim")
+def test_a_model_without_a_tokenizer_takes_another(tiny_llama: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_llama, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+    sampling = SamplingParams(max_new_tokens=5, temperature=0.0)
+    with Engine(str(tiny_llama), **OPTIONS) as engine:
+        want = engine.generate("abc", sampling)
+    with Engine(str(tmp_path / "model"), tokenizer=str(tmp_path / "tokenizer.json"), **OPTIONS) as engine:
+        assert (answer := engine.generate("abc", sampling)).text == want.text and answer.token_ids == want.token_ids
+    with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
+        Engine(str(tmp_path / "model"), **OPTIONS)
+
+
 def test_memory_is_flat_over_engines(tiny_llama: Path, tmp_path: Path) -> None:
     """Within half of the weights, which take 63 MB."""
     config = LlamaConfig(

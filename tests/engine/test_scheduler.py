@@ -26,13 +26,15 @@ from sidestream.messages import StepOutputs, Submit
 from sidestream.params import OutputParams, SamplingParams
 
 CONTEXT, VOCABULARY, EOS = 40, 50, 0
+HIDDEN, ITEM = 4, 4  # of a hidden row: values, bytes of each
 
 
 class SimulatedDevice:
     """Stands for the runner. A position of a page holds the hash of all tokens up to it, or None when it was freed or never written."""
 
-    def __init__(self, slots: int, page_size: int, seed: int) -> None:
+    def __init__(self, slots: int, page_size: int, seed: int, arena_bytes: int) -> None:
         self.page_size = page_size
+        self.arena_bytes = arena_bytes
         self.tokens = np.zeros((slots, CONTEXT + 1), np.int64)
         self.table = np.zeros((slots, CONTEXT), np.int64)
         self.content: dict[int, int] = {}
@@ -64,6 +66,9 @@ class SimulatedDevice:
                 else:
                     self.content[where] = expected
         self.largest_prompt_part = max(self.largest_prompt_part, prompt_part)
+        copied = batch.outputs.taps.copied if batch.outputs.taps else ()
+        leaving = 4 * len(batch.sampled) + sum(len(group.rows) * len(group.layers) * HIDDEN * ITEM for group in copied)
+        assert leaving <= self.arena_bytes, "the outputs of a step would not fit the arena"
         sampled = [int(self.random.integers(EOS, VOCABULARY)) for _ in batch.sampled]
         for row, span in enumerate(batch.sampled):
             self.tokens[batch.slots[span], batch.starts[span] + batch.lengths[span]] = sampled[row]
@@ -92,7 +97,7 @@ class Harness:
         radix: bool = True,
     ) -> None:
         context = min(CONTEXT, pages * page_size)
-        self.device = SimulatedDevice(slots, page_size, seed)
+        self.device = SimulatedDevice(slots, page_size, seed, arena_bytes)
         pool = PagePool(pages, page_size)
         pool.on_free = self.device.free
         self.scheduler = Scheduler(
@@ -101,8 +106,8 @@ class Harness:
             slots=slots,
             chunk=chunk,
             arena_bytes=arena_bytes,
-            hidden_size=4,
-            itemsize=4,
+            hidden_size=HIDDEN,
+            itemsize=ITEM,
         )
         copies = Copies(None, None, Arena(64, pinned=False), Ledger())  # type: ignore[arg-type]
         self.messages: list[StepOutputs] = []
@@ -318,7 +323,7 @@ def test_longest_cached_prefix_first() -> None:
 
 
 def test_full_arena_makes_the_batch_smaller_and_nobody_starves() -> None:
-    row = 4 * 4  # one layer of hidden size 4 in float32
+    row = HIDDEN * ITEM  # of one layer
     harness = Harness(pages=60, page_size=4, chunk=64, slots=4, overlap=False, arena_bytes=2 * (row + 4))
     keys = [harness.submit([i] * 5, max_new_tokens=4, ignore_eos=True, temperature=0.0, return_hidden_states=True) for i in range(1, 5)]
     harness.run()

@@ -87,7 +87,7 @@ def test_metadata_equals_the_reference_reader(tmp_path: Path, write_gguf: Any, l
     }
 
 
-def test_tokenizer_and_generation_data(tmp_path: Path, write_gguf: Any, llama_tensors: Any) -> None:
+def test_tokenizer_and_generation_data(tmp_path: Path, write_gguf: Any, llama_tensors: Any, tiny_llama: Path) -> None:
     metadata = {
         "tokenizer.ggml.eot_token_id": 5,
         "tokenizer.ggml.eom_token_id": 2,
@@ -103,6 +103,9 @@ def test_tokenizer_and_generation_data(tmp_path: Path, write_gguf: Any, llama_te
     assert model.tokenizer.tokenizer_json is None and model.tokenizer.tokenizer_config == {}
     assert model.tokenizer.gguf is not None and all(key.startswith("tokenizer.") for key in model.tokenizer.gguf)
     assert model.tokenizer.gguf["tokenizer.ggml.tokens"] == [f"t{i}" for i in range(VOCAB)]
+    other = load_model(str(tmp_path / "m.gguf"), dtype=torch.float32, device=CPU, tokenizer=str(tiny_llama))
+    assert other.tokenizer.tokenizer_json == tiny_llama / "tokenizer.json" and other.tokenizer.gguf is None
+    assert other.eos_token_ids == (2, 5) and other.chat_template == "{{ 1 }}"
 
 
 def test_spec_without_optional_keys(tmp_path: Path, write_gguf: Any, llama_tensors: Any) -> None:
